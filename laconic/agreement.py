@@ -1,0 +1,74 @@
+"""Do all ranks train the same model by the same method? What differs, is named, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from laconic.comm import Comm
+from laconic.flat import FlatParameters
+from laconic.method import Method
+from laconic.version import __version__
+
+Fingerprint = dict[str, Any]
+
+
+def fingerprint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatParameters, method: Method
+) -> Fingerprint:
+    """Everything that must be equal on all ranks, and in a checkpoint: fields in the order they are compared."""
+    buffers = {name.replace("_orig_mod.", ""): buffer for name, buffer in model.named_buffers()}
+    return {
+        "laconic": __version__,
+        "method": type(method).__name__,
+        **{f"{type(method).__name__}.{name}": repr(value) for name, value in method.settings().items()},
+        "optimizer": type(optimizer).__name__,
+        "number of parameters": len(flat.names),
+        "parameters": [
+            f"{name} {tuple(p.shape)} {p.dtype}" for name, p in zip(flat.names, flat.parameters, strict=True)
+        ],
+        "buffers": [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in buffers.items()],
+    }
+
+
+def require_agreement(comm: Comm, own: Fingerprint | None, error: Exception | None, finite: bool) -> None:
+    """Compare fingerprints over all ranks. A rank that has failed already still comes here."""
+    notes = comm.meet(
+        "the start of the worker",
+        {"fingerprint": own, "finite": finite, "error": error and f"{type(error).__name__}: {error}"},
+    )
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {note['error']}" for rank, note in enumerate(notes) if note["error"]]
+    if failed:
+        raise ValueError("; ".join(failed))
+    difference = compare([note["fingerprint"] for note in notes])
+    if difference:
+        raise ValueError(f"all ranks must agree on {difference}")
+    nonfinite = [str(rank) for rank, note in enumerate(notes) if not note["finite"]]
+    if nonfinite:
+        raise ValueError(f"parameters must be finite, and there are NaNs or infinities on rank {', '.join(nonfinite)}")
+
+
+def compare(fingerprints: list[Fingerprint]) -> str | None:
+    """The first difference, with its field, values and ranks."""
+    for field in fingerprints[0] | {name: None for other in fingerprints for name in other}:
+        values = [f.get(field) for f in fingerprints]
+        if all(value == values[0] for value in values):
+            continue
+        lists = [value for value in values if isinstance(value, list)]
+        if len(lists) == len(values):
+            i = next(i for i in itertools.count() if len({_entry(value, i) for value in lists}) > 1)
+            field, values = f"{field}[{i}]", [_entry(value, i) for value in lists]
+        by_value: dict[str, list[str]] = {}
+        for rank, value in enumerate(values):
+            by_value.setdefault(str(value), []).append(str(rank))
+        return f"{field}: " + "; ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in by_value.items())
+    return None
+
+
+def _entry(values: list[str], i: int) -> str:
+    return values[i] if i < len(values) else "nothing"

@@ -1,0 +1,212 @@
+"""The verbs over torch.distributed: gloo for tensors on the CPU and for background traffic, NCCL for the rest on GPUs.
+
+The paths for GPUs are untested.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.comm.comm import Comm, PeerError, Pending, ring_mean_nbytes
+from laconic.comm.finite import is_finite
+from laconic.comm.meter import Meter
+from laconic.comm.register import SLICE, Register
+
+
+class DistributedComm(Comm):
+    """One channel over all ranks, with a process group of its own."""
+
+    def __init__(self, name: str, register: Register, meter: Meter, backend: str) -> None:
+        self.rank, self.size = register.rank, register.size
+        self.meter = meter
+        self._name, self._register, self._backend = name, register, backend
+        self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
+        self._channels: list[DistributedComm] = []
+
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        # Out of place the input is still there to look at afterwards; in place it must be looked at now.
+        finite_here = is_finite(x) if out is x else None
+        result = _copy(x, out)
+        work = self._start("mean", ring_mean_nbytes(_nbytes(x), self.size), lambda: self._all_reduce(result))
+        self._wait("mean", work)
+        self._require_finite(x, result, finite_here)
+        return result
+
+    def mean_async(self, x: Tensor) -> Pending:
+        result = x.clone()
+        finite_here = is_finite(x)
+        work = self._start("mean_async", ring_mean_nbytes(_nbytes(x), self.size), lambda: self._all_reduce(result))
+        return MeanOnItsWay(self, work, result, finite_here)
+
+    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        if len(chunks) != self.size:
+            raise ValueError(f"all_to_all takes one chunk for each of {self.size} ranks, not {len(chunks)}")
+        sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
+        own = chunks[self.rank].numel()
+        received = sent.new_empty(own * self.size)
+        work = self._start(
+            "all_to_all",
+            _nbytes(sent) - _nbytes(chunks[self.rank]),
+            lambda: dist.all_to_all_single(
+                received,
+                sent,
+                output_split_sizes=[own] * self.size,
+                input_split_sizes=[chunk.numel() for chunk in chunks],
+                group=self._group,
+                async_op=True,
+            ),
+        )
+        self._wait("all_to_all", work)
+        return list(received.view(self.size, own))
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        work = self._start(
+            "all_gather",
+            (self.size - 1) * _nbytes(x),
+            lambda: dist.all_gather(results, x.contiguous(), group=self._group, async_op=True),
+        )
+        self._wait("all_gather", work)
+        return results
+
+    def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
+        self._check_rank("root", root)
+        result = _copy(x, out)
+        work = self._start(
+            "broadcast",
+            _tree_children((self.rank - root) % self.size, self.size) * _nbytes(x),
+            lambda: dist.broadcast(result, src=root, group=self._group, async_op=True),
+        )
+        self._wait("broadcast", work)
+        return result
+
+    def exchange(self, x: Tensor, peer: int) -> Tensor:
+        self._check_rank("peer", peer)
+        if peer == self.rank:
+            raise ValueError(f"peer must be another rank, not this one ({peer})")
+        sent = x.contiguous()
+        received = torch.empty_like(sent)
+        verb = f"exchange with rank {peer}"
+        arriving = self._start("exchange", 0, lambda: dist.irecv(received, src=peer, group=self._group), verb)
+        leaving = self._start("exchange", _nbytes(x), lambda: dist.isend(sent, dst=peer, group=self._group), verb)
+        self._wait("exchange", arriving, verb)
+        self._wait("exchange", leaving, verb)
+        return received
+
+    def channel(self, name: str = "background") -> Comm:
+        # NCCL from two threads deadlocks, so whatever runs beside the training goes over gloo.
+        channel = DistributedComm(name, self._register, self.meter, "gloo")
+        self._channels.append(channel)
+        return channel
+
+    def meet(self, what: str, note: Any = None) -> list[Any]:
+        return self._register.meet(what, self.meter.step, note)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, PeerError):
+            self._register.fail(str(error))
+        else:
+            self._register.fail(f"rank {self.rank} failed at step {self.meter.step}: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        dist.destroy_process_group(self._group)
+
+    def _all_reduce(self, result: Tensor) -> Any:
+        return dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+
+    def _start(self, verb: str, nbytes: int, launch: Callable[[], Any], doing: str = "") -> dist.Work:
+        try:
+            work = launch()
+        except RuntimeError as error:  # gloo notices a dead neighbour already here
+            raise self._register.roll_call(f"{doing or verb} at step {self.meter.step}", _first_line(error)) from error
+        self.meter.add(self._name, verb, calls=1 if nbytes else 0, nbytes=nbytes)
+        assert isinstance(work, dist.Work)
+        return work
+
+    def _wait(self, verb: str, work: dist.Work, doing: str = "") -> None:
+        """Wait in slices, and between them look whether waiting makes sense."""
+        doing = f"{doing or verb} at step {self.meter.step}"
+        start = time.monotonic()
+        try:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=SLICE))
+                    return
+                except RuntimeError as error:
+                    over = time.monotonic() - start > self._register.timeout
+                    if work.is_completed():
+                        raise self._register.roll_call(doing, _first_line(error)) from error
+                    if over:
+                        raise self._register.roll_call(doing, f"waited {self._register.timeout:g} s") from error
+                    self._register.look_around(doing)
+        finally:
+            self.meter.add(self._name, verb, seconds=time.monotonic() - start)
+
+    def _require_finite(self, x: Tensor, result: Tensor, finite_here: bool | None) -> None:
+        # The result is the same everywhere, so either all ranks meet below or none does.
+        if is_finite(result):
+            return
+        finite = self.meet("a mean that is not finite", is_finite(x) if finite_here is None else finite_here)
+        culprits = [rank for rank, is_fine in enumerate(finite) if not is_fine]
+        where = f"on rank {', '.join(map(str, culprits))}" if culprits else "in the sum, though finite on every rank"
+        raise FloatingPointError(f"mean at step {self.meter.step}: NaN or infinity {where}")
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name} must be a rank from 0 to {self.size - 1}, not {rank}")
+
+
+class MeanOnItsWay(Pending):
+    """Holds the tensor and the handle: gloo needs both alive until the end."""
+
+    def __init__(self, comm: DistributedComm, work: dist.Work, result: Tensor, finite_here: bool) -> None:
+        self._comm, self._work, self._result, self._finite_here = comm, work, result, finite_here
+        self._done = False
+
+    def wait(self) -> Tensor:
+        if not self._done:
+            self._comm._wait("mean_async", self._work)
+            self._comm._require_finite(self._result, self._result, self._finite_here)
+            self._done = True
+        return self._result
+
+
+def _copy(x: Tensor, out: Tensor | None) -> Tensor:
+    """A contiguous copy of x that a collective may work in; `out` where it is given."""
+    if out is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, not of strides {out.stride()}")
+    if out is not x:
+        out.copy_(x)
+    return out
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _tree_children(vrank: int, size: int) -> int:
+    """How many ranks one sends to in the binomial tree by which gloo broadcasts; the root is 0."""
+    children, bit = 0, 1
+    while bit < size:
+        if vrank < bit and vrank + bit < size:
+            children += 1
+        bit <<= 1
+    return children
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,125 @@
+"""Meetings, failures and roll calls through the job's key-value store: how ranks learn why somebody does not answer.
+
+A collective only says that nothing comes. The store says why: a rank that fails leaves its error there, a rank that
+went to a meeting (leaving, consensus, saving) that others do not attend has signed in there. So a rank that has waited
+for a second looks here, and raises with the reason long before the time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from laconic.comm.comm import PeerError
+
+SLICE = 1.0  # seconds between two looks at the store, while waiting
+GRACE = 3.0  # seconds that the others have to answer a roll call
+STORE_IS_GONE = "the job's store does not answer: the launcher, or the rank that holds it (usually 0), is gone"
+
+
+class StoreGone(PeerError):
+    pass
+
+
+class Register:
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        # Several workers may live one after another in one job; each rank counts its own, alike on all ranks.
+        number = store.add(f"laconic/{rank}", 1)
+        self._store = PrefixStore(f"laconic/{number}", store)
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._meetings = 0
+
+    def meet(self, what: str, step: int, note: Any) -> list[Any]:
+        self._meetings += 1
+        number = self._meetings
+        if number > 2:  # all ranks came to the meeting before this one, so all have read the one before that
+            self._store.delete_key(f"meet/{number - 2}/{self.rank}")
+        self._store.set(f"meet/{number}/open", json.dumps([self.rank, what, step]))
+        self._store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note]))
+        keys = [f"meet/{number}/{rank}" for rank in range(self.size)]
+        self._wait_for(keys, what, step)
+        signed = [json.loads(self._store.get(key)) for key in keys]
+        if any(other[0] != what for other in signed):
+            places = "; ".join(f"rank {rank}: {w} (step {s})" for rank, (w, s, _) in enumerate(signed))
+            raise PeerError(f"the ranks are at different places, all must come to the same: {places}")
+        return [note for _, _, note in signed]
+
+    def _wait_for(self, keys: list[str], what: str, step: int) -> None:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                self._store.wait(keys, timedelta(seconds=min(SLICE, self.timeout)))
+                return
+            except RuntimeError as cause:  # torch's own error for "not there yet"
+                self.look_for_failure(f"{what} at step {step}")
+                if time.monotonic() > deadline:
+                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise PeerError(
+                        f"rank {self.rank}: {what} at step {step} waited {self.timeout:g} s for {ranks(missing)}"
+                    ) from cause
+
+    def look_for_failure(self, doing: str) -> None:
+        """Raise if some rank has failed."""
+        try:
+            found = self._store.get("failed") if self._store.check(["failed"]) else None
+        except DistNetworkError as gone:
+            raise StoreGone(f"rank {self.rank}: {doing} cannot end: {STORE_IS_GONE}") from gone
+        if found is not None:
+            raise PeerError(f"rank {self.rank}: {doing} cannot end: {found.decode()}")
+
+    def look_around(self, doing: str) -> None:
+        """Raise if what this rank waits for can never come: a rank failed, or waits for this one at a meeting."""
+        try:
+            self.look_for_failure(doing)
+        except StoreGone:
+            return  # its host may be done already, while the last message is still on its way here
+        key = f"meet/{self._meetings + 1}/open"
+        if self._store.check([key]):
+            rank, what, step = json.loads(self._store.get(key))
+            raise PeerError(
+                f"rank {self.rank}: {doing} cannot end: rank {rank} is at {what} since its step {step}, "
+                f"and all ranks must come there"
+            )
+
+    def fail(self, text: str) -> None:
+        """The first to fail is the one that everybody names."""
+        try:
+            self._store.compare_set("failed", "", text)
+            self._store.set(f"alive/{self.rank}", "")
+        except DistNetworkError:
+            return  # nobody is left to read it
+
+    def roll_call(self, doing: str, cause: str) -> PeerError:
+        """A connection broke or nothing came in time: find out who is to blame."""
+        try:
+            self._store.set(f"alive/{self.rank}", "")
+            self.look_for_failure(doing)
+            self._wait_for_life()
+            self.look_for_failure(doing)
+        except DistNetworkError:
+            return StoreGone(f"rank {self.rank}: {doing} failed, {STORE_IS_GONE} ({cause})")
+        except PeerError as named:
+            return named
+        silent = [rank for rank in range(self.size) if not self._store.check([f"alive/{rank}"])]
+        whom = f"no sign of life from {ranks(silent)}" if silent else "all ranks are alive"
+        return PeerError(f"rank {self.rank}: {doing} failed, {whom} ({cause})")
+
+    def _wait_for_life(self) -> None:
+        deadline = time.monotonic() + GRACE
+        for rank in range(self.size):
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                self._store.wait([f"alive/{rank}"], timedelta(seconds=left))
+            except DistNetworkError:
+                raise
+            except RuntimeError:
+                continue  # the roll call names it
+
+
+def ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,76 @@
+"""A world of one worker: every verb is the identity and nothing is sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from laconic.comm.comm import Comm, Pending
+from laconic.comm.finite import is_finite
+from laconic.comm.meter import Meter
+
+
+class Arrived(Pending):
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+class Solo(Comm):
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if not is_finite(x):
+            raise FloatingPointError(f"mean at step {self.meter.step}: not finite on rank 0")
+        return _copy(x, out)
+
+    def mean_async(self, x: Tensor) -> Pending:
+        return Arrived(self.mean(x))
+
+    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        if len(chunks) != 1:
+            raise ValueError(f"all_to_all takes one chunk for each of 1 ranks, not {len(chunks)}")
+        return [chunks[0].clone()]
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x.clone()]
+
+    def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
+        if root != 0:
+            raise ValueError(f"root must be a rank from 0 to 0, not {root}")
+        return _copy(x, out)
+
+    def exchange(self, x: Tensor, peer: int) -> Tensor:
+        raise ValueError(f"peer must be another rank, and there is none in a world of one, not {peer}")
+
+    def channel(self, name: str = "background") -> Comm:
+        return self
+
+    def meet(self, what: str, note: Any = None) -> list[Any]:
+        return [note]
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _copy(x: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return x.clone()
+    if out is not x:
+        out.copy_(x)
+    return out

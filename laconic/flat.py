@@ -1,0 +1,169 @@
+"""The parameters of a model as views of one flat vector, with the gradients and the optimizer's state beside it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from typing_extensions import TypeIs
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+
+
+class FlatParameters:
+    """Lays the parameters that `optimizer` trains end to end in `x`, in the order of the model.
+
+    The `Parameter` objects stay; only their memory moves. So the model, its optimizer and its compiled form go on
+    working, and writing into `x` changes the model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        named = _trained_parameters(model, optimizer)
+        self.names = list(named)
+        self.parameters = list(named.values())
+        self._optimizer = optimizer
+        first = self.parameters[0]
+        d = sum(p.numel() for p in self.parameters)
+        self.x = torch.empty(d, dtype=first.dtype, device=first.device)
+        # The gradient, then a flag for each parameter; allocated when a method first asks for it.
+        self._packed: Tensor | None = None
+        self._packed_views: list[Tensor] = []
+        self._moments: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self.views(self.x), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._inside = {id(parameter) for parameter in self.parameters}
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The part of a vector (at least d long) that belongs to each parameter, in its shape and memory order."""
+        views, offset = [], vector.storage_offset()
+        for p in self.parameters:
+            stride = p.stride() if _is_dense(p) else torch.empty(p.shape, device="meta").stride()
+            views.append(vector.as_strided(p.shape, stride, offset))
+            offset += p.numel()
+        return views
+
+    def check(self) -> None:
+        """Raise if a parameter no longer lives in x: then training would go on without the others, unnoticed."""
+        for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"parameter {name!r} has left worker.x: something replaced its memory (model.to, .half, "
+                    f"load_state_dict(assign=True), parameter.data = …); do that before the Worker is made"
+                )
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._inside:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient but is not in worker.x: "
+                        f"unfreeze and add parameters before the Worker is made"
+                    )
+
+    def pack_gradient(self) -> Tensor:
+        d = self.x.numel()
+        if self._packed is None:
+            self._packed = self.x.new_empty(d + len(self.parameters))
+            self._packed_views = self.views(self._packed)
+        packed, flags = self._packed, [0.0] * len(self.parameters)
+        for i, (name, parameter, view) in enumerate(zip(self.names, self.parameters, self._packed_views, strict=True)):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+                continue
+            if gradient.layout != torch.strided:
+                raise ValueError(f"gradients must be dense, and that of {name!r} is {gradient.layout}")
+            flags[i] = 1.0
+            if gradient.data_ptr() != view.data_ptr():  # with zero_grad(set_to_none=False) it is this view already
+                view.copy_(gradient)
+        packed[d:] = torch.tensor(flags, dtype=packed.dtype)
+        return packed
+
+    def unpack_gradient(self, packed: Tensor) -> None:
+        flags = packed[self.x.numel() :].tolist()
+        views = self._packed_views if packed is self._packed else self.views(packed)
+        for parameter, view, flag in zip(self.parameters, views, flags, strict=True):
+            parameter.grad = view if flag > 0 else None
+
+    def moment_names(self) -> list[str]:
+        """The optimizer's state tensors that have the shape of their parameter, by name."""
+        return sorted({name for p in self.parameters for name, value in self._state(p).items() if _is_moment(value, p)})
+
+    def moments(self, names: list[str]) -> dict[str, Tensor]:
+        """Each named state as one vector (d) in which the optimizer itself works; zeros where it has none yet."""
+        for name in names:
+            if name not in self._moments:
+                self._moments[name] = torch.zeros_like(self.x)
+            for parameter, view in zip(self.parameters, self.views(self._moments[name]), strict=True):
+                value = self._state(parameter).get(name)
+                if _is_moment(value, parameter) and value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                    self._state(parameter)[name] = view
+        return {name: self._moments[name] for name in names}
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        # .get: the optimizer's state is a defaultdict, and looking must not create entries.
+        found: dict[str, Tensor] = self._optimizer.state.get(parameter, {})
+        return found
+
+
+def _is_moment(value: object, parameter: Tensor) -> TypeIs[Tensor]:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
+
+
+def _is_dense(p: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps and overlaps, in whatever order (channels last, …)."""
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The model's parameters that the optimizer trains, by name, after checking that both fit."""
+    for module in model.modules():
+        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
+        if wrapper:
+            raise ValueError(f"model must not be wrapped already, and it is in {wrapper}: pass the bare module")
+    # torch.compile prefixes names; a compiled and a bare replica are the same model.
+    of_model = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
+    known = {id(p): name for name, p in of_model.items()}
+    trained: set[int] = set()
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"the optimizer's parameters must be the model's, and number {i} of group {g}, "
+                    f"of shape {tuple(parameter.shape)}, is not"
+                )
+            trained.add(id(parameter))
+    missing = [name for name, p in of_model.items() if p.requires_grad and id(p) not in trained]
+    if missing and len(missing) == sum(p.requires_grad for p in of_model.values()):
+        raise ValueError(f"the optimizer has no trainable parameter of the model, which has {_some(missing)}")
+    named = {name: p for name, p in of_model.items() if p.requires_grad and id(p) in trained}
+    if not named:
+        raise ValueError(
+            f"the model must have a trainable parameter, and none of its {len(of_model)} has requires_grad"
+        )
+    for name, p in named.items():
+        if is_lazy(p):
+            raise ValueError(f"parameter {name!r} has no shape yet: run the model once before the Worker is made")
+        if not p.dtype.is_floating_point:
+            raise ValueError(f"parameters must be real floating point numbers, and {name!r} is {p.dtype}")
+    for what in ("dtype", "device"):
+        kinds = {str(getattr(p, what)): name for name, p in named.items()}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"trained parameters must all have one {what}, not "
+                + " and ".join(f"{kind} ({name!r})" for kind, name in kinds.items())
+            )
+    return named
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,18 @@
+"""The table of methods: a new one is one file and one line here."""
+
+from __future__ import annotations
+
+from laconic.method import Method
+from laconic.methods.allreduce import AllReduce as AllReduce
+from laconic.methods.local_sgd import LocalSGD as LocalSGD
+from laconic.names import look_up
+
+METHODS: dict[str, type[Method]] = {
+    "allreduce": AllReduce,
+    "local_sgd": LocalSGD,
+}
+
+
+def find(name: str) -> type[Method]:
+    """The method of this name; an unknown one raises with the near misses."""
+    return look_up("method", name, METHODS)
