@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laconic.tasks.order import Indices, Order
+from laconic.tasks.data.dataset import Arrays
+from laconic.tasks.order import Order, generator
 from laconic.tasks.partition import deal, parse_partition
 from laconic.tasks.task import Batch, Shard, Task, device_of, evaluating
 
@@ -29,6 +30,12 @@ class Images(NamedTuple):
 class Split(NamedTuple):
     train: Images
     test: Images
+
+
+def split(arrays: Arrays) -> Split:
+    """From arrays named x_train, y_train, x_test and y_test."""
+    train, test = (Images(arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "test"))
+    return Split(train, test)
 
 
 @dataclass(frozen=True)
@@ -48,18 +55,20 @@ class Classification(Task):
     def load(self, rank: int, size: int, seed: int) -> Shard:
         train = self.images().train
         samples = deal(parse_partition(self.partition), train.labels, rank, size, seed)
-        return ImageShard(self, train, Order(samples, self.batch_size, seed, rank))
+        return ImageShard(self, train, Order(samples, self.batch_size, seed, rank), seed, rank)
 
-    def tensors(self, images: Images, samples: Indices | slice) -> Batch:
+    def augmented(self, pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
+        """The pixels of a training batch, changed at random in ways that keep their class; by default as they are."""
+        return pixels
+
+    def tensors(self, pixels: NDArray[np.uint8], labels: NDArray[np.integer]) -> Batch:
         """(batch, channels, height, width) float32 and (batch,) int64."""
-        pixels = np.asarray(images.pixels[samples], dtype=np.float32)
-        if pixels.ndim == 3:
-            pixels = pixels[..., None]
-        pixels /= self.scale
-        pixels -= np.asarray(self.mean, dtype=np.float32)
-        pixels /= np.asarray(self.std, dtype=np.float32)
-        x = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
-        return x, torch.from_numpy(np.asarray(images.labels[samples], dtype=np.int64))
+        x = pixels.astype(np.float32)
+        if x.ndim == 3:
+            x = x[..., None]
+        x -= np.asarray(self.mean, np.float32) * self.scale
+        x /= np.asarray(self.std, np.float32) * self.scale
+        return torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels.astype(np.int64))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         x, y = (tensor.to(device_of(model)) for tensor in batch)
@@ -71,7 +80,8 @@ class Classification(Task):
         correct = 0
         with evaluating(model):
             for start in range(0, len(test.labels), EVALUATION_BATCH):
-                x, y = (t.to(device_of(model)) for t in self.tensors(test, slice(start, start + EVALUATION_BATCH)))
+                part = slice(start, start + EVALUATION_BATCH)
+                x, y = (t.to(device_of(model)) for t in self.tensors(test.pixels[part], test.labels[part]))
                 logits = model(x)
                 total_loss += F.cross_entropy(logits, y, reduction="sum").item()
                 correct += int((logits.argmax(dim=1) == y).sum())
@@ -85,6 +95,10 @@ class ImageShard:
     task: Classification
     images: Images
     order: Order
+    seed: int
+    rank: int
 
     def batch(self, step: int) -> Batch:
-        return self.task.tensors(self.images, self.order(step))
+        chosen = self.order(step)
+        pixels = self.task.augmented(self.images.pixels[chosen], generator("augment", self.seed, self.rank, step))
+        return self.task.tensors(pixels, self.images.labels[chosen])
