@@ -1,8 +1,8 @@
 """The process that makes an emulated network and keeps it alive; when it ends, the kernel removes all of it.
 
 It is run by its path, not as a module of the package, so that it starts without torch. Nothing is ever made in the
-machine's own network namespace: switch and hosts are namespaces without a name, kept only by this process's descriptors.
-One line of JSON on the standard input describes the network; each further line asks for the counters; each gets one line.
+machine's own network namespace: switch and hosts are namespaces without a name, kept only by descriptors of this process.
+One line of JSON on the standard input describes the network, each further line asks for the counters; each gets a line.
 """
 
 import ctypes

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import ceil
 
 MAX_HOSTS = 64
-FRAME_NBYTES = 1514  # a full Ethernet frame as the shaper counts it: 1500 of IP and 14 of header
+PACKET_NBYTES = 1500  # a full IP packet
+FRAME_NBYTES = 1514  # and its Ethernet frame, which is what the shaper counts
 
 _GRAMMAR = "RATE[+DELAY][+LOSS], as in 100mbit, 2.5gbit or 10mbit+20ms+1%"
 _PATTERN = re.compile(
@@ -21,7 +22,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0}
 class Link:
     """One host's cable to the switch: the same rate, delay and loss in each direction.
 
-    The rate counts whole Ethernet frames, as `tc` does, so that TCP can carry at most 1448/1514 = 95.6 % of it.
+    The rate is that of IP packets of full size, which leaves TCP 1448/1500 = 96.5 % of it.
     """
 
     bits_per_second: int
@@ -41,12 +42,17 @@ class Link:
         return self.delay_seconds > 0 or self.loss > 0
 
     @property
+    def frame_bytes_per_second(self) -> int:
+        """The rate as the shaper counts it."""
+        return round(self.bits_per_second / 8 * FRAME_NBYTES / PACKET_NBYTES)
+
+    @property
     def burst_nbytes(self) -> int:
-        """What may pass at once after a pause: half a millisecond's worth, to bridge the kernel's late timers.
+        """What may pass at once after a pause: a millisecond's worth, to bridge the kernel's late timers.
 
         A message shorter than this is not slowed at all, so no more than the timers need.
         """
-        return max(2 * FRAME_NBYTES, self._nbytes_in(0.5e-3))
+        return max(2 * FRAME_NBYTES, self._nbytes_in(1e-3))
 
     @property
     def queue_nbytes(self) -> int:
@@ -55,7 +61,7 @@ class Link:
 
     @property
     def frames_per_segment(self) -> int:
-        """How many frames TCP may hand to the link as one: more spare the processor, but are dropped or delayed as one."""
+        """How many frames TCP may hand over as one: more spare the processor, but wait, and are lost, together."""
         if self.loss > 0:
             return 1
         return max(1, min(43, self.burst_nbytes // (2 * FRAME_NBYTES)))  # 43 frames are the kernel's usual 64 KiB
@@ -66,7 +72,7 @@ class Link:
         return 1000 + 4 * ceil(self._nbytes_in(self.delay_seconds) / FRAME_NBYTES)
 
     def _nbytes_in(self, seconds: float) -> int:
-        return ceil(self.bits_per_second / 8 * seconds)
+        return ceil(self.frame_bytes_per_second * seconds)
 
 
 def parse_link(text: str) -> Link:

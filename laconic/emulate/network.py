@@ -123,7 +123,7 @@ class Network:
         self._holder = None
 
     def counters(self) -> list[tuple[int, int]]:
-        """Bytes sent and received by each host since the start, in whole Ethernet frames, as the shapers counted them."""
+        """Bytes sent and received by each host since the start, in Ethernet frames, as the shapers count them."""
         return [(sent, received) for sent, received in self._ask("counters")]
 
     def _ask(self, request: Any) -> Any:
@@ -152,7 +152,7 @@ def _describe(link: Link, address: str) -> dict[str, Any]:
     return {
         "address": address,
         "prefix": 24,
-        "bytes_per_second": link.bits_per_second // 8,
+        "bytes_per_second": link.frame_bytes_per_second,
         "burst_nbytes": link.burst_nbytes,
         "queue_nbytes": link.queue_nbytes,
         "frames_per_segment": link.frames_per_segment,
