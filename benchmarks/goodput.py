@@ -143,9 +143,7 @@ def table_of_patterns(args: Any) -> None:
         "4 into 1": ("{0}", 5, [(1, 0), (2, 0), (3, 0), (4, 0)]),
         "1gbit to it": ("{0},1gbit,1gbit", 3, [(1, 0), (2, 0)]),
     }
-    print(
-        "| link | pattern | congestion control | into a host / asked | by flow | sent again | round trip, ms: median | max |"
-    )
+    print("| link | pattern | congestion | into a host / asked | by flow | sent again | round trip, ms: median | max |")
     print("|---|---|---|---|---|---|---|---|")
     for rate in ("10mbit", "100mbit", "1gbit"):
         for name, (text, hosts, flows) in patterns.items():

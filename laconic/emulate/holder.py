@@ -1,7 +1,7 @@
 """The process that makes an emulated network and keeps it alive; when it ends, the kernel removes all of it.
 
 It is run by its path, not as a module of the package, so that it starts without torch. Nothing is ever made in the
-machine's own network namespace: switch and hosts are namespaces without a name, kept only by descriptors of this process.
+machine's own network namespace: switch and hosts are namespaces without a name, which only this process's handles keep.
 One line of JSON on the standard input describes the network, each further line asks for the counters; each gets a line.
 """
 
@@ -48,6 +48,8 @@ def become_able_to_make_networks() -> bool:
         unshare(CLONE_NEWNET)
     except PermissionError:
         pass
+    except OSError as error:
+        raise CannotEmulateError(f"the kernel makes no further network namespace ({error.strerror})") from error
     else:
         return False
     uid, gid = os.geteuid(), os.getegid()

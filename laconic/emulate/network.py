@@ -24,14 +24,13 @@ def _cannot(why: str) -> EmulationError:
 
 @dataclass(frozen=True)
 class Namespace:
-    """A namespace that another process holds, by path; the inode tells it from a later one at the same path."""
+    """A namespace that another process holds, by path; the inode tells it from what may be there later."""
 
     path: str
     inode: int
 
     @classmethod
-    def of(cls, pid: int, descriptor: int) -> Self:
-        path = f"/proc/{pid}/fd/{descriptor}"
+    def at(cls, path: str) -> Self:
         return cls(path, os.stat(path).st_ino)
 
     def join(self, kind: int) -> None:
@@ -82,6 +81,7 @@ class Network:
         self.links = tuple(links)
         self.hosts: list[Host] = []
         self._holder: subprocess.Popen[bytes] | None = None
+        self._owner = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -89,6 +89,7 @@ class Network:
             raise RuntimeError("this network is open already")
         if sys.platform != "linux":
             raise _cannot(f"that needs the network namespaces of Linux, and this is {sys.platform}")
+        self._owner = os.getpid()
         # Its own session, so that Ctrl-C in the terminal does not end it before its users. -P: laconic/emulate is no
         # place to import from.
         self._holder = subprocess.Popen(
@@ -102,10 +103,10 @@ class Network:
         if "error" in made:
             self.close()
             raise _cannot(made["error"])
-        pid = self._holder.pid
-        user = None if made["user"] is None else Namespace.of(pid, made["user"])
+        held = f"/proc/{self._holder.pid}/fd"
+        user = None if made["user"] is None else Namespace.at(f"{held}/{made['user']}")
         self.hosts = [
-            Host(address, "eth0", Namespace.of(pid, descriptor), user)
+            Host(address, "eth0", Namespace.at(f"{held}/{descriptor}"), user)
             for address, descriptor in zip(addresses, made["namespaces"], strict=True)
         ]
         return self
@@ -116,7 +117,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        if self._holder is None:
+        if self._holder is None or self._owner != os.getpid():  # a forked child leaves its parent's network alone
             return
         self._holder.kill()  # it has nothing to tidy up: the kernel removes namespaces that nobody holds
         self._holder.communicate()
