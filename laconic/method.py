@@ -20,6 +20,10 @@ class Replica(Protocol):
         """The parameters (d): the model's own memory, so writing here changes the model."""
 
     @property
+    def x_and_scalar(self) -> Tensor:
+        """x and one entry behind it (d + 1), in the same memory: a number may travel with x without a copy of x."""
+
+    @property
     def comm(self) -> Comm: ...
 
     @property
@@ -72,6 +76,10 @@ class Method:
 
     def drain(self, worker: Replica) -> None:
         """The last step is over on every rank: wait for everything in flight and apply it."""
+
+    def metrics(self) -> dict[str, float]:
+        """What a report may plot over the steps, by name: the numbers that say how the method is doing now."""
+        return {}
 
     def settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}

@@ -82,6 +82,10 @@ class Worker:
         return self._flat.x
 
     @property
+    def x_and_scalar(self) -> Tensor:
+        return self._flat.x_and_scalar
+
+    @property
     def rank(self) -> int:
         return self.comm.rank
 
