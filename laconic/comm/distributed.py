@@ -29,6 +29,8 @@ class DistributedComm(Comm):
         self.rank, self.size = register.rank, register.size
         self.meter = meter
         self._name, self._register, self._backend = name, register, backend
+        # A rank that does not come is named by the meeting; new_group alone would only say that a key is missing.
+        register.meet(f"the opening of the {name} channel", meter.step, None)
         self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
         self._channels: list[DistributedComm] = []
 
