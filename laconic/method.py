@@ -20,6 +20,10 @@ class Replica(Protocol):
         """The parameters (d): the model's own memory, so writing here changes the model."""
 
     @property
+    def numels(self) -> list[int]:
+        """The length of each parameter's part of x, in order."""
+
+    @property
     def comm(self) -> Comm: ...
 
     @property
@@ -72,6 +76,17 @@ class Method:
 
     def drain(self, worker: Replica) -> None:
         """The last step is over on every rank: wait for everything in flight and apply it."""
+
+    def trains(self, rank: int) -> bool:
+        """Whether this rank has data. One that has none calls `worker.serve()` where the others train."""
+        return True
+
+    def await_step(self, worker: Replica) -> bool:
+        """On a rank that does not train: wait until the others make a step (True) or pause (False)."""
+        raise NotImplementedError(f"{type(self).__name__} has no rank that does not train")
+
+    def pause(self, worker: Replica) -> None:
+        """All ranks are between two steps and about to meet: consensus(), save(), load() or the end."""
 
     def settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
