@@ -69,7 +69,7 @@ class Methods:
 
 @dataclass
 class Shared:
-    """What `train` and `compare` have in common. Other options are settings of the task, such as --lr or --partition."""
+    """What `train` and `compare` have in common. Other options are the settings of the task: --lr, --partition, …."""
 
     task: str = "digits"
     """what to train: digits, quadratic, fashion, cifar10, shakespeare, translate"""
