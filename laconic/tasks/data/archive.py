@@ -76,7 +76,7 @@ def decode_png(content: bytes) -> NDArray[np.uint8]:
 def _compiled_unfilter() -> Callable[..., None]:
     import numba
 
-    compiled: Callable[..., None] = numba.njit()(_unfilter)
+    compiled: Callable[..., None] = numba.njit(cache=True)(_unfilter)
     return compiled
 
 
