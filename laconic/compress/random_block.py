@@ -13,7 +13,7 @@ from laconic.compress.random import mix, permuted
 class RandomBlock(Compressor):
     """⌈numel/ratio⌉ consecutive entries, chosen by `seed` and step, in full precision.
 
-    A cycle of at most `ratio` steps visits each block, and so each entry, exactly once, in an order of its own. All
+    A cycle of at most ⌈ratio⌉ steps visits each block, and so each entry, exactly once, in an order of its own. All
     codes have one size; where the vector does not divide evenly, the code of its last block ends in zeros.
     """
 
