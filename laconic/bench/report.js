@@ -116,7 +116,7 @@
     const height = Math.round(spec.size ? Math.min(430, Math.max(270, width * 0.6)) : Math.min(300, Math.max(240, width * 0.6)));
     const fits = (s, i) => s.mean[i] != null && s.x[i] != null && !(logX && s.x[i] <= 0) && !(logY && s.low[i] <= 0);
     const points = shown.map((s) => s.mean.map((_, i) => i).filter((i) => fits(s, i)));
-    const xs = shown.flatMap((s, k) => points[k].map((i) => s.x[i]));
+    let xs = shown.flatMap((s, k) => points[k].map((i) => s.x[i]));
     const ys = shown.flatMap((s, k) => points[k].flatMap((i) => [s.low[i], s.high[i]]));
     if (!xs.length) {
       plot.append(html("p", { class: "empty" }, shown.length ? "Nothing to draw on this scale." : "All ways are hidden: choose one above."));
@@ -124,7 +124,10 @@
     }
     if (spec.goal != null) ys.push(spec.goal);
     let [low, high] = [Math.min(...ys), Math.max(...ys)];
-    if (closeUp) low = Math.min(high - (high - low) * 0.22, spec.goal != null ? spec.goal - (high - spec.goal) * 0.3 : high);
+    if (closeUp) {  // the best part of the values, and when they were had
+      low = Math.min(high - (high - low) * 0.22, spec.goal != null ? spec.goal - (high - spec.goal) * 0.3 : high);
+      xs = shown.flatMap((s, k) => points[k].filter((i) => s.mean[i] >= low).map((i) => s.x[i]));
+    }
     const slack = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
     if (logY) [low, high] = [low / 1.15, high * 1.15];
     else [low, high] = [low >= 0 ? Math.max(0, low - slack) : low - slack, high + slack];
@@ -137,7 +140,7 @@
     const labelsY = ticksY.map((t) => text(spec.y.kind, t, unitY));
     const left = 12 + 7 * Math.max(...labelsY.map((l) => l.length));
     const right = width - 14;
-    const lowX = logX ? Math.min(...xs) / 1.05 : Math.min(0, ...xs);
+    const lowX = logX ? Math.min(...xs) / 1.05 : closeUp ? Math.min(...xs) : Math.min(0, ...xs);
     const x = (logX ? logarithmic : linear)(lowX, Math.max(...xs) * (logX ? 1.02 : 1), left, right);
 
     const clip = "clip-" + spec.id;
@@ -282,7 +285,7 @@
     });
     over("metric-seconds", "time", "seconds", { label: "training time, evaluation not counted", kind: "seconds" },
       data.target == null ? "whole" : "large", `On held-out data, of the model the workers agree on. ${seeds}`);
-    if (data.target != null) barChart({
+    if (data.target != null && drawn.length) barChart({
       id: "to-target", size: "small", title: `Time to ${data.targetText}`, kind: "seconds", keys: [],
       rows: [...data.ways].sort((a, b) => cost(a) - cost(b)).map(targetRow),
       note: "Training time until an evaluation is at least that good.",

@@ -22,7 +22,7 @@ from laconic.bench.headline import headline
 from laconic.bench.record import Record
 from laconic.bench.report_table import failures_html, table_html
 from laconic.bench.summary import Curve, Summary, summarize
-from laconic.bench.units import is_share, link_text, metric_name, metric_text, number_text
+from laconic.bench.units import is_share, labelled_metric_text, link_text, metric_name, number_text
 from laconic.version import __version__
 
 COLOURS = {True: 5, False: 8}  # how many report.css has for peers, for methods
@@ -92,7 +92,7 @@ def _chart_data(
         "share": is_share(metric),
         "higher": records[0].higher_is_better,
         "target": target,
-        "targetText": None if target is None else metric_text(metric, target),
+        "targetText": None if target is None else labelled_metric_text(metric, target),
         "seeds": max(len(summary.runs) for summary in summaries),
         "ways": [_way_data(summary, metric, colours[summary.name], target) for summary in summaries if summary.runs],
     }
@@ -202,9 +202,7 @@ def _setup_html(records: Sequence[Record], target: float | None) -> str:
     rows = {
         "Task": joined(lambda r: r.task),
         "Task settings": joined(lambda r: _settings_text(r.task_settings)) or "defaults",
-        "Target": "none given"
-        if target is None
-        else f"{metric_name(records[0].metric)} {metric_text(records[0].metric, target)}",
+        "Target": "none given" if target is None else labelled_metric_text(records[0].metric, target),
         "Parameters": joined(lambda r: f"{r.parameters:,}"),
         "Workers": joined(lambda r: str(r.workers)),
         "Link": joined(lambda r: link_text(r.link) if r.link == "none" else f"{link_text(r.link)} ({r.link})"),

@@ -9,7 +9,16 @@ from html import escape
 from laconic.bench.headline import REFERENCE, times
 from laconic.bench.record import Record
 from laconic.bench.summary import Spread, Summary
-from laconic.bench.units import ABSENT, is_share, metric_name, metric_text, nbytes_text, number_text, seconds_text
+from laconic.bench.units import (
+    ABSENT,
+    is_share,
+    labelled_metric_text,
+    metric_name,
+    metric_text,
+    nbytes_text,
+    number_text,
+    seconds_text,
+)
 
 
 def table_html(summaries: Sequence[Summary], target: float | None, colours: dict[str, str]) -> str:
@@ -21,7 +30,7 @@ def table_html(summaries: Sequence[Summary], target: float | None, colours: dict
     channels = channels or ["foreground"]
     reference = next((summary for summary in ran if summary.way == REFERENCE), None)
     to_target = [] if target is None else ["time", "bytes", "steps"]
-    goal = "" if target is None else f"to {metric_text(some.metric, target)}"
+    goal = "" if target is None else f"to {labelled_metric_text(some.metric, target)}"
     groups = [
         (goal, to_target),
         ("over DDP", ["speed-up"]),

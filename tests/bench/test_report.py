@@ -134,6 +134,10 @@ def test_headline_warns_of_a_target_that_one_worker_reaches_alone() -> None:
     assert "One worker alone" not in sentence(comparison(), 0.85)
 
 
+def test_headline_of_a_target_met_before_training() -> None:
+    assert "met before any training" in sentence(runs_of("ddp", "adpsgd"), 0.05)
+
+
 def test_headline_for_a_metric_that_falls() -> None:
     records = runs_of("ddp", "adpsgd")
     for record in records:
