@@ -191,6 +191,13 @@ def test_runs_that_differ_are_said_to() -> None:
     assert "These runs differ in workers: 8; 4." in render(records)
 
 
+def test_values_that_are_not_finite_are_said_to_be() -> None:
+    records = runs_of("adpsgd")
+    assert "not finite" not in render(records, 0.85)
+    records[1].points[-1].values["accuracy"] = math.nan
+    assert "adpsgd, seed 1: at some step its accuracy is not finite." in render(records, 0.85)
+
+
 def test_runs_of_two_tasks_have_no_report() -> None:
     records = runs_of("ddp")
     records[0].task = "digits"
