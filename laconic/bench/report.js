@@ -34,9 +34,9 @@
     const units = UNITS[kind];
     return units.findLast(([size, , from]) => Math.abs(largest) >= (from ?? size) * 0.9995) ?? units[0];
   }
-  function text(kind, value, unit = unitFor(kind, value)) {
+  function text(kind, value, unit = unitFor(kind, value), digits = 3) {
     if (value == null) return "–";
-    return number(value / unit[0]) + (unit[1] && " " + unit[1]);
+    return number(value / unit[0], digits) + (unit[1] && " " + unit[1]);
   }
   const metricKind = data.share ? "share" : "count";
 
@@ -68,6 +68,11 @@
       return Array.from({ length: 40 }, (_, k) => size * 10 ** (every * (k - 20))).filter((t) => t >= low * 0.999 && t <= high * 1.001);
     };
     return scale;
+  }
+
+  function digitsOf(ticks) {  // enough to tell neighbours apart
+    const largest = Math.max(...ticks.map(Math.abs)), apart = ticks[1] - ticks[0];
+    return largest && apart ? Math.max(3, Math.min(15, 2 + Math.ceil(Math.log10(largest / apart)))) : 3;
   }
 
   // --- line charts
@@ -122,11 +127,13 @@
       plot.append(html("p", { class: "empty" }, shown.length ? "Nothing to draw on this scale." : "All ways are hidden: choose one above."));
       return [];
     }
-    if (spec.goal != null) ys.push(spec.goal);
+    const goal = logY && spec.goal <= 0 ? null : spec.goal;
+    if (goal != null) ys.push(goal);
     let [low, high] = [Math.min(...ys), Math.max(...ys)];
     if (closeUp) {  // the best part of the values, and when they were had
-      low = Math.min(high - (high - low) * 0.22, spec.goal != null ? spec.goal - (high - spec.goal) * 0.3 : high);
-      xs = shown.flatMap((s, k) => points[k].filter((i) => s.mean[i] >= low).map((i) => s.x[i]));
+      low = Math.min(high - (high - low) * 0.22, goal != null ? goal - (high - goal) * 0.3 : high);
+      const best = shown.flatMap((s, k) => points[k].filter((i) => s.mean[i] >= low).map((i) => s.x[i]));
+      if (best.length) xs = best;
     }
     const slack = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
     if (logY) [low, high] = [low / 1.15, high * 1.15];
@@ -137,7 +144,7 @@
     const top = 8, bottom = height - 42;
     const y = (logY ? logarithmic : linear)(low, high, bottom, top);
     const ticksY = y.ticks(Math.max(3, height / 55), unitY[0]);
-    const labelsY = ticksY.map((t) => text(spec.y.kind, t, unitY));
+    const labelsY = ticksY.map((t) => text(spec.y.kind, t, unitY, digitsOf(ticksY)));
     const left = 12 + 7 * Math.max(...labelsY.map((l) => l.length));
     const right = width - 14;
     const lowX = logX ? Math.min(...xs) / 1.05 : closeUp ? Math.min(...xs) : Math.min(0, ...xs);
@@ -150,10 +157,11 @@
       svg("line", { class: "grid", x1: left, x2: right, y1: y(t), y2: y(t) }),
       svg("text", { x: left - 8, y: y(t) + 4, "text-anchor": "end" }, labelsY[k])));
     root.append(svg("line", { class: "base", x1: left, x2: right, y1: bottom, y2: bottom }));
-    for (const t of x.ticks(Math.max(3, (right - left) / 100), unitX[0])) root.append(
+    const ticksX = x.ticks(Math.max(3, (right - left) / 100), unitX[0]);
+    for (const t of ticksX) root.append(
       svg("line", { class: "base", x1: x(t), x2: x(t), y1: bottom, y2: bottom + 5 }),
       svg("text", { x: x(t), y: bottom + 19, "text-anchor": "middle" },
-        text(spec.x.kind, t, logX && spec.x.kind === "bytes" ? undefined : unitX)));
+        text(spec.x.kind, t, logX && spec.x.kind === "bytes" ? undefined : unitX, digitsOf(ticksX))));
     root.append(svg("text", { x: (left + right) / 2, y: height - 4, "text-anchor": "middle" }, spec.x.label));
 
     const absent = shown.filter((_, k) => !points[k].length).map((s) => `“${s.way.name}”`);
@@ -174,9 +182,9 @@
       root.append(group);
       return { series: s, group, at: at.filter((p) => p.y <= bottom + 1) };
     });
-    if (spec.goal != null) root.append(
-      svg("line", { class: "goal", x1: left, x2: right, y1: y(spec.goal), y2: y(spec.goal) }),
-      svg("text", { class: "goal-text", x: left + 6, y: y(spec.goal) - 6 }, "target " + data.targetText));
+    if (goal != null) root.append(
+      svg("line", { class: "goal", x1: left, x2: right, y1: y(goal), y2: y(goal) }),
+      svg("text", { class: "goal-text", x: left + 6, y: y(goal) - 6 }, "target " + data.targetText));
     plot.append(root);
     if (absent.length) plot.append(html("p", { class: "note" }, `No point of ${absent.join(", ")} is on this scale.`));
     return curves;

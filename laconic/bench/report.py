@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
@@ -59,8 +60,8 @@ def render(records: Sequence[Record], target: float | None = None) -> str:
         title=escape(f"laconic: {news.sentence}"),
         css=_part("report.css"),
         date=escape(max(record.date for record in records)),
-        headline=escape(news.sentence),
-        details="".join(f'<p class="detail">{escape(detail)}</p>' for detail in news.details),
+        headline=escape(_unbroken(news.sentence)),
+        details="".join(f'<p class="detail">{escape(_unbroken(detail))}</p>' for detail in news.details),
         facts="".join(f"<li>{escape(fact)}</li>" for fact in _facts(records)),
         warnings="".join(f'<p class="warning">{escape(text)}</p>' for text in _warnings(records, summaries)),
         table=table_html(summaries, target, colours),
@@ -188,6 +189,11 @@ def _warnings(records: Sequence[Record], summaries: Sequence[Summary]) -> list[s
         if len(values) > 1:
             texts.append(f"These runs differ in {key.replace('_', ' ')}: {'; '.join(values)}.")
     texts += [
+        f"{record.name}, seed {record.seed}: at some step its {metric_name(record.metric)} is not finite."
+        for record in records
+        if not all(math.isfinite(point.values[record.metric]) for point in record.points)
+    ]
+    texts += [
         f"The seeds of {summary.name} have no evaluated step in common, so it has no curve."
         for summary in summaries
         if any(run.points for run in summary.runs) and not summary.curve(lambda point: point.seconds).steps
@@ -227,6 +233,11 @@ def _setup_html(records: Sequence[Record], target: float | None) -> str:
         f'<h3>The command</h3>{commands}<dl class="setup">{listed}</dl>'
         f'<details><summary>Settings of each way</summary><dl class="setup">{ways}</dl></details>'
     )
+
+
+def _unbroken(sentence: str) -> str:
+    """No line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:%|[µm]?s|[kMGT]?B|min|h|[kMG]bit/s)(?!\w))", "\u00a0", sentence)
 
 
 def _settings_text(value: Any) -> str:

@@ -191,6 +191,13 @@ def test_runs_that_differ_are_said_to() -> None:
     assert "These runs differ in workers: 8; 4." in render(records)
 
 
+def test_values_that_are_not_finite_are_said_to_be() -> None:
+    records = runs_of("adpsgd")
+    assert "not finite" not in render(records, 0.85)
+    records[1].points[-1].values["accuracy"] = math.nan
+    assert "adpsgd, seed 1: at some step its accuracy is not finite." in render(records, 0.85)
+
+
 def test_runs_of_two_tasks_have_no_report() -> None:
     records = runs_of("ddp")
     records[0].task = "digits"
@@ -349,6 +356,12 @@ def strange_runs() -> dict[str, tuple[list[Record], float | None]]:
     hostile = runs_of("ddp", "adpsgd")
     for record in hostile:
         record.name += HOSTILE
+    tiny = runs_of("ddp", "adpsgd")
+    for record in tiny:
+        record.metric, record.higher_is_better = "excess_loss", False
+        for point in record.points:
+            point.values["excess_loss"] = 10 ** (-point.step / 50)
+            point.method["nearly_constant"] = 1 + point.step * 1e-9
     loopback = runs_of("ddp")[:1]
     loopback[0].link, loopback[0].card_nbytes_per_step, loopback[0].split = "none", None, None
     loopback[0].points = loopback[0].points[:1]
@@ -357,6 +370,8 @@ def strange_runs() -> dict[str, tuple[list[Record], float | None]]:
         "no target": (comparison(), None),
         "not a number": (diverged, 0.85),
         "falling metric": (rising, 0.6),
+        "tiny values": (tiny, 0.0),
+        "target far above": (runs_of("ddp", "adpsgd", steps=20), 0.999),
         "long names": (long, 0.85),
         "hostile names": (hostile, 0.85),
         "one run, one point": (loopback, 0.85),
@@ -372,7 +387,9 @@ def test_strange_runs_make_a_whole_page(browser: chromium.Chromium, tmp_path: Pa
     assert page.evaluate(OVERFLOW) == 0
     ways = {record.name for record in records if record.status == "ok"}
     assert page.evaluate("[...document.querySelectorAll('.legend button:not(.all)')].length") == len(ways)
-    assert page.evaluate("document.querySelectorAll('#charts svg [d*=NaN], #charts svg [y*=NaN]').length") == 0
+    for _ in range(3):  # as it opens, each option changed, and back
+        assert page.evaluate("document.getElementById('charts').outerHTML.match(/NaN|Infinity|undefined/)") is None
+        page.evaluate("document.querySelectorAll('.option').forEach(button => button.click())")
     assert page.evaluate("document.title").startswith("laconic: ")
     assert page.complaints() == []
     page.close()
