@@ -101,8 +101,8 @@ def show(numel: int, seconds: dict[str, float]) -> None:
         bar = ENCODE_BARS.get(text)
         print(
             f"| `{text}` | {8 * compressor.nbytes(numel) / numel:.3g} "
-            f"| {encode * 1e3:.3f} | {verdict(encode / copy, bar)} | {bar or '–'} | {nbytes / encode / 1e9:.1f} | {decode * 1e3:.3f} | {verdict(decode / copy, DECODE_BAR)} "
-            f"| {DECODE_BAR} | {line_rate} |"
+            f"| {encode * 1e3:.3f} | {verdict(encode / copy, bar)} | {bar or '–'} | {nbytes / encode / 1e9:.1f} "
+            f"| {decode * 1e3:.3f} | {verdict(decode / copy, DECODE_BAR)} | {DECODE_BAR} | {line_rate} |"
         )
 
 

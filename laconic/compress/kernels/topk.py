@@ -114,8 +114,8 @@ def guess_threshold(x, residual, feedback, k):
 def collect(x, residual, feedback, threshold, candidates, magnitudes):
     """Indices and magnitudes of entries that reach `threshold`, in order, in buffers with eight places to spare.
 
-    Returns how many there are, or -1 if they do not fit, and the largest magnitude. Nothing branches on the data but the
-    overflow, for a branch that is taken one time in eight would cost more than all the rest.
+    Returns how many there are, or -1 if they do not fit, and the largest magnitude. Nothing branches on the data but
+    the overflow: a branch that is taken one time in eight would cost more than all the rest.
     """
     chunk = np.empty(CHUNK, np.int32)
     flags = np.empty(CHUNK, np.uint8)
