@@ -83,7 +83,7 @@ def test_without_bounds_it_is_local_sgd() -> None:
 
 
 def rounds_of_noise(settings: list[tuple[float, float]], d: int = D, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """For each (scale, shift), one round in which x moves by scale · (noise of this rank + shift): S, x before, x after."""
+    """For each (scale, shift), a round in which x moves by scale · (noise + shift): S, x before, x after."""
     results = []
     for scale, shift in settings:
         model = nn.Linear(d, 1, bias=False, dtype=dtype)
