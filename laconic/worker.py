@@ -226,12 +226,16 @@ class Worker:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        start = self.comm.now()
         self.method.after_step(self)
+        self.meter.add_method(self.comm.now() - start)
 
     def _begin_step(self) -> None:
         self.step += 1
         self.meter.begin_step(self.step)
+        start = self.comm.now()
         self.method.before_step(self)
+        self.meter.add_method(self.comm.now() - start)
 
     @torch.no_grad()
     def _pause(self) -> None:

@@ -103,7 +103,7 @@ class PowerSGD(Peer):
             if sent["steps"] <= self.start:
                 sent["foreground"] += full_nbytes
                 return
-            compressed = float(state.compression_stats()[2])  # numbers sent so far in compressed steps
+            compressed = float(state.compression_stats()[2])  # type: ignore[no-untyped-call]  # numbers sent so far in compressed steps
             sent["foreground"] += full_nbytes / d * (compressed - sent["before"])
             sent["before"] = compressed
 
@@ -130,9 +130,9 @@ class PostLocalSGD(Peer):
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
-        alone, _ = dist.new_subgroups(group_size=1)  # one worker a machine: nobody to average with in between
+        alone, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]  # one worker a machine: nobody to average with in between
         wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
-        state = PostLocalSGDState(None, alone, start_localSGD_iter=self.start)
+        state = PostLocalSGDState(None, alone, start_localSGD_iter=self.start)  # type: ignore[no-untyped-call]
         wrapped.register_comm_hook(state, post_localSGD_hook)
         averager = PeriodicModelAverager(period=self.period, warmup_steps=self.start)
 

@@ -97,9 +97,8 @@ class RunsFile:
                 os.fsync(file.fileno())
             except OSError as error:
                 os.truncate(self.path, end)
-                raise OSError(
-                    error.errno, f"the run of {record.name} is not written: {error.strerror}", self.path
-                ) from error
+                what = f"the run of {record.name} is not written: {error.strerror}"
+                raise OSError(error.errno, what, str(self.path)) from error
 
     def read(self) -> list[Record]:
         return [parse(line) for line in self.path.read_text().splitlines()]

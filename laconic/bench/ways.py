@@ -84,6 +84,19 @@ def names() -> list[str]:
     return [*methods.METHODS, *PEERS]
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """The types of a way's settings, by name."""
+    kind = _kind(name.split("+")[0])
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+
+
+def _kind(name: str) -> type[Any]:
+    from laconic.bench.peers import PEERS
+
+    return look_up("method or peer", name, {**methods.METHODS, **PEERS})
+
+
 def ask(text: str, settings: dict[str, str] | None = None) -> Asked:
     """The way for `NAME+key=value+…`, or for a name and its settings as text."""
     from laconic.bench.peers import PEERS
@@ -95,13 +108,12 @@ def ask(text: str, settings: dict[str, str] | None = None) -> Asked:
         if not equals:
             raise ValueError(f"settings are written NAME+key=value, and {pair!r} in {text!r} has no '='")
         given[key] = value
-    kind: type = look_up("method or peer", name, {**methods.METHODS, **PEERS})
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
-    values = {}
-    for key, value in given.items():
-        look_up(f"setting of {name}", key, fields)
-        values[key] = parse_value(f"{name}.{key}", value, typing.get_type_hints(kind)[key])
-    built = kind(**values)
+    hints = settings_of(name)
+    values = {
+        key: parse_value(f"{name}.{key}", value, look_up(f"setting of {name}", key, hints))
+        for key, value in given.items()
+    }
+    built = _kind(name)(**values)
     # The text names the run everywhere, so that two settings of one method can be told apart.
     label = "+".join([name, *(f"{key}={value}" for key, value in given.items())])
     return Asked(label, name, built if name in PEERS else MethodWay(built))
@@ -125,11 +137,7 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
         from laconic import compress
 
         return compress.parse(text)
-    if (
-        str in kinds
-        or typing.get_origin(hint) is typing.Literal
-        or any(typing.get_origin(k) is typing.Literal for k in kinds)
-    ):
+    if str in kinds or any(typing.get_origin(kind) is typing.Literal for kind in kinds):
         return text
     raise ValueError(f"{name} must be {_describe(hint)}, not {text!r}")
 
