@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from laconic.compress import Compressor
 from laconic.method import Replica, check_choice, check_count, state
-from laconic.methods.averaging import Averaging, Moments
+from laconic.methods.averaging import Averaging, Moments, check_compressor
 
 
 @dataclass
@@ -30,8 +31,10 @@ class ADPSGD(Averaging):
         low, high: bounds of S / γC, between which the period stays. 0 and `inf` make it constant.
         max_period: a learning rate that goes to 0 would drive the period up without end.
         moments: `"averaged"` also averages the optimizer's state (momentum, Adam's m and v) in each round.
+        compressor: of the differences that travel, with error feedback; such as `Uniform(4)`.
 
-    Bytes a round and worker: 2(n−1)/n · (4d + 4), and 2(n−1)/n · 4d for each averaged state vector.
+    Bytes a round and worker: 2(n−1)/n · (4d + 4), and 2(n−1)/n · 4d for each averaged state vector. With a compressor
+    2(n−1)/n of its code (n codes, one of each n-th of the vector) and 8(n−1), instead of the first term.
     """
 
     paper: ClassVar[str] = "arXiv 2007.06134"
@@ -44,6 +47,7 @@ class ADPSGD(Averaging):
     high: float = 1.3
     max_period: int = 64
     moments: Moments = "local"
+    compressor: Compressor | None = None
 
     period: int = state(0)
     C: float = state(0.0)  # the mean of S / γ while calibrating
@@ -61,13 +65,17 @@ class ADPSGD(Averaging):
         if self.initial_period > self.max_period:
             raise ValueError(f"initial_period must be at most max_period={self.max_period}, not {self.initial_period}")
         check_choice("moments", self.moments, ("local", "averaged"))
+        check_compressor(self.compressor)
         self.period = self.initial_period
+
+    def setup(self, worker: Replica) -> None:
+        self.prepare(worker, self.compressor)
 
     def after_step(self, worker: Replica) -> None:
         self.steps_since_round += 1
         if self.steps_since_round < (1 if worker.step <= self.warmup else self.period):
             return
-        S = self.average(worker, self.moments)
+        S = self.average(worker, self.moments, self.compressor)
         if worker.step > self.warmup:
             self.adapt(S, worker.lr, worker.step)
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from laconic.anchor import lay_anchor, move_anchor, squared_distance
+from laconic.compress import Compressor
 from laconic.method import Method, Replica, state
+from laconic.methods.coded_mean import coded_mean, shard_slices
 
 Moments = Literal["local", "averaged"]
 # A difference of two squared distances that is smaller than this part of them is nothing but rounding.
@@ -22,34 +24,70 @@ class Averaging(Method):
 
     S = mean ‖x_i − x̄‖², the variance among workers before the round, is mean ‖x_i − c‖² − ‖x̄ − c‖² for any point c that
     all share. With c far away all digits cancel; here it is the `anchor`, x after the last round in half the bytes. Of
-    ‖x_i − c‖² only the part that the workers' steps since then have added travels: less digits to lose in fp32.
+    ‖x_i − c‖² only what the steps since then have added travels: fewer digits to lose in fp32.
+
+    With a compressor the anchor is exact, and the code of x_i − anchor + residual_i travels.
     """
 
+    rounds: int = state(0)
     steps_since_round: int = state(0)
     variance: float | None = state()  # S of the last round; None before the first
     anchor: Tensor = state()
     offset: float = state(0.0)  # ‖x − anchor‖² after the last round
+    residual: Tensor | None = state()  # what the codes of this worker have failed to say
+    shard_residual: Tensor | None = state()  # the same of the codes of the mean of its shard
 
-    def setup(self, worker: Replica) -> None:
-        self.anchor, self.offset = lay_anchor(worker.x)
+    def prepare(self, worker: Replica, compressor: Compressor | None) -> None:
+        if compressor is None:
+            self.anchor, self.offset = lay_anchor(worker.x)
+            return
+        self.anchor = worker.x.to(torch.promote_types(worker.x.dtype, torch.float32), copy=True)
+        self.residual = torch.zeros_like(self.anchor)
+        mine = shard_slices(self.anchor.numel(), worker.comm.size)[worker.comm.rank]
+        self.shard_residual = torch.zeros_like(self.anchor[mine])
 
-    def average(self, worker: Replica, moments: Moments) -> float:
-        """The round. Afterwards x is bit-identical on all ranks, and S is the same number."""
+    def average(self, worker: Replica, moments: Moments, compressor: Compressor | None) -> float:
+        """The round. Afterwards x is bit-identical on all ranks; S, which it returns, is the same number there."""
+        self.rounds += 1
         self.steps_since_round = 0
         if worker.comm.size == 1:
             worker.comm.mean(worker.x, out=worker.x)  # changes nothing, and raises if x is not finite
             self.variance = 0.0
             return 0.0
-        own = squared_distance(worker.x, self.anchor) - self.offset
-        mean = mean_with_scalar(worker, own)
-        before, after = move_anchor(worker.x, self.anchor)
-        S = mean - (before - self.offset)
-        self.variance = S if ROUNDING * before < S else 0.0
-        self.offset = after
+        S, size = self._take_mean(worker) if compressor is None else self._take_coded_mean(worker, compressor)
+        self.variance = S if ROUNDING * size < S else 0.0
         if moments == "averaged":
             for vector in worker.moments().values():
                 worker.comm.mean(vector, out=vector)
         return self.variance
+
+    def _take_mean(self, worker: Replica) -> tuple[float, float]:
+        """S, and the squared distance of x̄ that it is what another exceeds."""
+        own = squared_distance(worker.x, self.anchor) - self.offset
+        mean = mean_with_scalar(worker, own)
+        before, after = move_anchor(worker.x, self.anchor)
+        S = mean - (before - self.offset)
+        self.offset = after
+        return S, before
+
+    def _take_coded_mean(self, worker: Replica, compressor: Compressor) -> tuple[float, float]:
+        """The same for d_i = x_i − anchor in codes. S is off by what the codes fail to say of the mean of d_i."""
+        difference = worker.x - self.anchor
+        own = torch.tensor([squared_norm(difference)], dtype=torch.float64, device=difference.device)
+        everyones_norms = coded_mean(
+            worker.comm,
+            difference,
+            compressor,
+            step=self.rounds,
+            rider=own.view(torch.uint8),
+            residual=self.residual,
+            shard_residual=self.shard_residual,
+        )
+        self.anchor += difference
+        worker.x.copy_(self.anchor)
+        mean = torch.stack(everyones_norms).view(torch.float64).mean().item()
+        of_mean = squared_norm(difference)
+        return mean - of_mean, of_mean
 
     def metrics(self) -> dict[str, float]:
         return {} if self.variance is None else {"variance": self.variance}
@@ -67,3 +105,12 @@ def mean_with_scalar(worker: Replica, scalar: float) -> float:
     if message is not both:
         both.copy_(message)
     return float(message[-1])
+
+
+def squared_norm(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+
+
+def check_compressor(compressor: object) -> None:
+    if compressor is not None and not isinstance(compressor, Compressor):
+        raise ValueError(f"compressor must be None or a compressor such as Uniform(4), not {compressor!r}")
