@@ -15,6 +15,7 @@ from tests.helpers import OPTIMIZERS, batch, build_model, rank, train, train_alo
 CASES: dict[str, laconic.Method] = {
     "allreduce": laconic.AllReduce(),
     "local_sgd": laconic.LocalSGD(period=3, moments="averaged"),
+    "efficient_adam": laconic.EfficientAdam(exact_below=10, moments="averaged", moments_every=4),
 }
 # Methods that lose nothing: the mean of the models moves by exactly the mean of the own steps.
 LOSSLESS = ["allreduce", "local_sgd"]
