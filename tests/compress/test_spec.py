@@ -3,9 +3,9 @@
 import pickle
 
 import pytest
-from cases import ALL
 
 from laconic.compress import Half, Identity, Log, RandomBlock, Sign, TopK, Uniform, parse, spec
+from tests.compress.cases import ALL
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import PAIRS, idx_files, made_up_images, npz, with_digests, write
 
 from laconic.tasks import DATASETS, DatasetError, fetch
 from laconic.tasks.data import images, text
 from laconic.tasks.data.dataset import Source
 from laconic.tasks.data.fetch import fetch_dataset
+from tests.tasks.conftest import PAIRS, idx_files, made_up_images, npz, with_digests, write
 
 CONTENTS = {name: content.encode() for name, content in PAIRS.items()}
 NAMES = [f"{name.rpartition('/')[2]}.gz" for name in CONTENTS]
