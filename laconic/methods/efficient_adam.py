@@ -18,7 +18,7 @@ from laconic.comm import Comm, Pending
 from laconic.compress import Compressor, Identity, Log, encode_with_feedback
 from laconic.compress.blockwise import Blockwise
 from laconic.method import Method, Replica, check_choice, check_count, state
-from laconic.methods.pieces import Piece, cut, pack, views
+from laconic.methods.cutting import Piece, cut, pack, views
 
 STEP, PAUSE = 1, 0  # what a dedicated server is told to come next
 
