@@ -63,13 +63,13 @@ class Methods:
             defaults = "\n".join(f"{f.name}={_default(f)}" for f in fields)
             what = (kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " ").strip()
             table.add_row(name, defaults, what, getattr(kind, "paper", "") or "–")
-        Console().print(table)
+        _console().print(table)
         return 0
 
 
 @dataclass
 class Shared:
-    """What `train` and `compare` have in common. Other options are settings of the task, such as --lr or --partition."""
+    """What `train` and `compare` have in common. Other options are the settings of the task: --lr, --partition, …."""
 
     task: str = "digits"
     """what to train: digits, quadratic, fashion, cifar10, shakespeare, translate"""
@@ -152,7 +152,7 @@ class Train(Shared):
             plan = dataclasses.replace(
                 plan, checkpoint=out / "checkpoint", save_every=self.save_every, resume=self.resume is not None
             )
-        console = Console()
+        console = _console()
         with Display(console)(asked, plan) as progress:
             record = run(asked, plan, progress)
         if out is not None:
@@ -194,7 +194,7 @@ class Compare(Shared):
         asked.sort(key=lambda one: one.name != "none")
         prepare(self.out, self.overwrite)
         plan = self.plan(settings)
-        console = Console()
+        console = _console()
         records = compare(asked, plan, self.seeds, self.out, Display(console))
         console.print(table(records, self.target_accuracy))
         write_report(records, self.out / "index.html", self.target_accuracy)
@@ -244,6 +244,11 @@ class Data:
         for path in fetch(self.name):
             print(path)
         return 0
+
+
+def _console() -> Console:
+    """As wide as the terminal; where there is none, wide enough for a table."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
 
 
 def _task(name: str, settings: dict[str, str], command: object) -> Task:

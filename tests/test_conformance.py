@@ -17,6 +17,7 @@ CASES: dict[str, laconic.Method] = {
     "local_sgd": laconic.LocalSGD(period=3, moments="averaged"),
     "qsgd": laconic.QSGD(),
     "adpsgd": laconic.ADPSGD(initial_period=2, warmup=2, calibration=2),
+    "efficient_adam": laconic.EfficientAdam(exact_below=10, moments="averaged", moments_every=4),
 }
 # Methods that lose nothing: the mean of the models moves by exactly the mean of the own steps.
 LOSSLESS = ["allreduce", "local_sgd", "adpsgd"]

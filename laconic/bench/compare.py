@@ -62,6 +62,6 @@ def prepare(directory: Path, overwrite: bool) -> None:
         if not overwrite:
             raise FileExistsError(f"{directory} exists and is not empty: choose another folder, or give --overwrite")
         if not (directory / "runs.jsonl").exists():
-            raise FileExistsError(f"{directory} has no runs.jsonl, so it is not an output of laconic: remove it yourself")
+            raise FileExistsError(f"{directory} has no runs.jsonl, so laconic did not make it: remove it yourself")
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from laconic.bench.run import Plan
-from laconic.bench.table import nbytes
+from laconic.bench.units import nbytes_text
 from laconic.bench.ways import Asked
 
 REFRESH_SECONDS = 0.25
@@ -44,7 +44,7 @@ class Display:
                 over.set()
                 thread.join()
 
-    def _live(self, name: str, steps: int, seen: np.ndarray, over: threading.Event) -> None:  # type: ignore[type-arg]
+    def _live(self, name: str, steps: int, seen: np.ndarray, over: threading.Event) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(name, total=steps, text="starting")
@@ -57,7 +57,7 @@ class Display:
             if start is not None:
                 self._console.print(f"{name}: {describe(seen, *start)}", highlight=False)
 
-    def _plain(self, name: str, steps: int, seen: np.ndarray, over: threading.Event) -> None:  # type: ignore[type-arg]
+    def _plain(self, name: str, steps: int, seen: np.ndarray, over: threading.Event) -> None:
         self._console.print(f"{name}: {steps} steps", highlight=False)
         start, last = None, time.monotonic()
         while not over.wait(REFRESH_SECONDS):
@@ -70,10 +70,10 @@ class Display:
             self._console.print(f"{name}: {describe(seen, *start)}", highlight=False, soft_wrap=True)
 
 
-def describe(seen: np.ndarray, start: float, first: float) -> str:  # type: ignore[type-arg]
+def describe(seen: np.ndarray, start: float, first: float) -> str:
     """Step, loss, speed, bytes and the time that is left, from what rank 0 wrote since `start`, at step `first`."""
     step, loss, payload, steps = seen
-    text = f"step {step:.0f}/{steps:.0f}  loss {loss:.4f}  {nbytes(payload)} sent"
+    text = f"step {step:.0f}/{steps:.0f}  loss {loss:.4f}  {nbytes_text(payload)} sent"
     elapsed = time.monotonic() - start
     if step > first and elapsed > 0:
         speed = (step - first) / elapsed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from laconic.method import Method
 from laconic.methods.adpsgd import ADPSGD as ADPSGD
 from laconic.methods.allreduce import AllReduce as AllReduce
+from laconic.methods.efficient_adam import EfficientAdam as EfficientAdam
 from laconic.methods.local_sgd import LocalSGD as LocalSGD
 from laconic.methods.qsgd import QSGD as QSGD
 from laconic.names import look_up
@@ -14,6 +15,7 @@ METHODS: dict[str, type[Method]] = {
     "local_sgd": LocalSGD,
     "qsgd": QSGD,
     "adpsgd": ADPSGD,
+    "efficient_adam": EfficientAdam,
 }
 
 

@@ -14,15 +14,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+]
 PATIENCE_SECONDS = 60
 
 
 def find() -> str | None:
-    return next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    return next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
 
 
 class Chromium:
@@ -92,7 +103,9 @@ class Chromium:
             chunk = os.read(self._in, 1 << 20) if ready else b""
             if not chunk:
                 log = (self._profile / "log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"Chromium {'closed its pipe' if ready else 'did not answer'}; its log ends with:\n{log}")
+                raise RuntimeError(
+                    f"Chromium {'closed its pipe' if ready else 'did not answer'}; its log ends with:\n{log}"
+                )
             self._unread += chunk
 
     def open(self, url: str, width: int = 1280, height: int = 900, scheme: str = "light") -> Page:
@@ -135,7 +148,8 @@ class Page:
     def click(self, selector: str) -> None:
         """With the mouse, in the middle of the element."""
         x, y = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            "e.scrollIntoView({block: 'center', inline: 'center'});"
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
