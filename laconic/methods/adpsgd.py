@@ -77,7 +77,18 @@ class ADPSGD(Averaging):
             return
         S = self.average(worker, self.moments, self.compressor)
         if worker.step > self.warmup:
+            before = self.period
             self.adapt(S, worker.lr, worker.step)
+            if self.period != before:
+                self.require_one_period(worker)
+
+    def require_one_period(self, worker: Replica) -> None:
+        """S is the same everywhere, but the learning rate is each rank's own: if it differs, so may the period, and
+        rounds would mix steps. So whoever changes its period meets the others; who does not come is named."""
+        notes = worker.comm.meet("a new period", [self.period, worker.lr])
+        if any(note != notes[0] for note in notes):
+            rates = ", ".join(f"{rate:g} on rank {rank}" for rank, (_, rate) in enumerate(notes))
+            raise ValueError(f"the learning rate must be the same on all ranks, not {rates}")
 
     def adapt(self, S: float, lr: float, step: int) -> None:
         """The next period. Ranks hang if they differ in it: nothing here may come from one rank alone."""

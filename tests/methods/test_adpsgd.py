@@ -308,3 +308,24 @@ def test_nan_on_one_rank_raises_on_all_and_names_it() -> None:
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         laconic.ADPSGD(**settings)
+
+
+def test_learning_rates_that_differ_between_ranks_are_noticed() -> None:
+    """Rank 1's falls, as a schedule on its own validation loss would make it: the periods would part."""
+
+    def run() -> str:
+        model = build_model()
+        optimizer = sgd(model)
+        method = laconic.ADPSGD(initial_period=1, calibration=4)
+        try:
+            with laconic.Worker(model, optimizer, method, timeout=60) as worker:
+                for step in range(40):
+                    if step == 10 and worker.rank == 1:
+                        optimizer.param_groups[0]["lr"] /= 1e6
+                    train_step(model, optimizer, worker.rank, step)
+        except (ValueError, laconic.PeerError) as error:
+            return str(error)
+        return "no error"
+
+    for text in laconic.spawn(run, 2):
+        assert "a new period" in text or "the learning rate must be the same on all ranks" in text
