@@ -89,6 +89,16 @@ class Method:
                 setattr(self, name, value)
 
 
+def fresh(method: Method) -> Method:
+    """A copy with the same settings and no state."""
+    if not isinstance(method, Method):
+        raise ValueError(f"method must be an instance of a laconic.Method, such as LocalSGD(8), not {method!r}")
+    kind = type(method)
+    if "__annotations__" in vars(kind) and "__dataclass_fields__" not in vars(kind):
+        raise ValueError(f"{kind.__name__} has fields, so it must be decorated with @dataclass")
+    return dataclasses.replace(method)
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

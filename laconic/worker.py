@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from laconic.agreement import fingerprint, require_agreement
 from laconic.comm import Comm, Meter, connect
 from laconic.comm.finite import is_finite
 from laconic.flat import FlatParameters
-from laconic.method import Method
+from laconic.method import Method, fresh
 
 
 class Worker:
@@ -47,19 +46,16 @@ class Worker:
         seed: int = 0,
         comm: Comm | None = None,
     ) -> None:
-        if not isinstance(method, Method):
-            raise ValueError(f"method must be a laconic.Method such as laconic.LocalSGD(8), not {method!r}")
         if not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, not {timeout!r}")
         device = next(model.parameters(), torch.empty(0)).device
         self.model, self.optimizer = model, optimizer
         self.comm = comm or connect(device, timeout)
-        self.method = dataclasses.replace(method)
         self.step = 0
         self.generator = torch.Generator().manual_seed(seed)
         self._moment_names: list[str] = []
         self._lent = False
-        self._flat, self.fingerprint = self._join()
+        self.method, self._flat, self.fingerprint = self._join(method)
         self._control = self.comm.channel("control")
         self._copy_from_rank_0()
         self.method.setup(self)
@@ -68,16 +64,17 @@ class Worker:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def _join(self) -> tuple[FlatParameters, dict[str, Any]]:
+    def _join(self, method: Method) -> tuple[Method, FlatParameters, dict[str, Any]]:
         """Flatten, and compare with the other ranks. A rank whose model is unfit still meets them, with its error."""
         try:
+            method = fresh(method)
             flat = FlatParameters(self.model, self.optimizer)
         except ValueError as error:
             require_agreement(self.comm, None, error, finite=True)
             raise
-        own = fingerprint(self.model, self.optimizer, flat, self.method)
+        own = fingerprint(self.model, self.optimizer, flat, method)
         require_agreement(self.comm, own, None, is_finite(flat.x))
-        return flat, own
+        return method, flat, own
 
     @property
     def x(self) -> Tensor:

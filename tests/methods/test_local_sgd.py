@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+import laconic
+from tests.helpers import OPTIMIZERS, train
+from tests.oracles.local_sgd import local_sgd
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("moments", ["local", "averaged"])
+def test_agrees_with_the_oracle(optimizer: str, moments: str) -> None:
+    workers, steps, period = 3, 31, 4
+    paths = laconic.spawn(train, workers, laconic.LocalSGD(period, moments), OPTIMIZERS[optimizer], steps)
+    expected = local_sgd(OPTIMIZERS[optimizer], workers, steps, period, moments)
+    for step in range(steps):
+        for worker in range(workers):
+            torch.testing.assert_close(paths[worker][step], expected[step][worker], rtol=1e-4, atol=1e-5)
+        if (step + 1) % period == 0:
+            assert all(torch.equal(path[step], paths[0][step]) for path in paths)
+        else:
+            assert not torch.equal(paths[0][step], paths[1][step])
+
+
+def test_payload_is_the_formula() -> None:
+    def run(moments: str) -> int:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(100, 10)
+        optimizer = torch.optim.Adam(model.parameters())
+        with laconic.Worker(model, optimizer, laconic.LocalSGD(2, moments)) as worker:
+            for _ in range(5):
+                model(torch.randn(4, 100)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return worker.meter.total.nbytes("foreground")
+
+    rounds, d, n = 2, 1010, 2
+    assert laconic.spawn(run, n, "local") == [rounds * round(2 * (n - 1) / n * 4 * d)] * n
+    assert laconic.spawn(run, n, "averaged") == [3 * rounds * round(2 * (n - 1) / n * 4 * d)] * n
+
+
+def test_averaged_moments_where_a_rank_has_none() -> None:
+    """Rank 1 never had a gradient for the second layer, so its optimizer holds no momentum there: that counts as 0."""
+
+    def run() -> list[float]:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        with laconic.Worker(model, optimizer, laconic.LocalSGD(1, "averaged")) as worker:
+            (model[worker.rank] * 8).sum().backward()
+            optimizer.step()
+            return [optimizer.state[p]["momentum_buffer"][0].item() for p in model if p in optimizer.state]
+
+    assert laconic.spawn(run, 2) == [[4.0], [4.0]]
+
+
+@pytest.mark.parametrize("period", [0, -1, 1.5, "8", True, None])
+def test_bad_period(period: object) -> None:
+    with pytest.raises(ValueError, match=f"period must be a whole number, at least 1, not {period!r}"):
+        laconic.LocalSGD(period)  # type: ignore[arg-type]
+
+
+def test_bad_moments() -> None:
+    with pytest.raises(ValueError, match="moments must be one of local, averaged, not 'global'"):
+        laconic.LocalSGD(4, "global")  # type: ignore[arg-type]

@@ -1,0 +1,260 @@
+"""When one rank goes another way, every rank gets an error that names it, and none hangs."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import cloudpickle
+import torch
+from torch import nn
+
+import laconic
+from laconic.launch import _environment
+from tests.helpers import build_model, rank, train_step
+
+
+def told(loop: Callable[[laconic.Worker], None], method: laconic.Method | None = None, timeout: float = 60.0) -> str:
+    """Run a loop in a worker; what the user of this rank gets to read."""
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with laconic.Worker(model, optimizer, method or laconic.LocalSGD(1), timeout=timeout) as worker:
+            loop(worker)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def train_steps(worker: laconic.Worker, number: int) -> None:
+    for step in range(number):
+        train_step(worker.model, worker.optimizer, worker.rank, step)
+
+
+def test_an_exception_on_one_rank() -> None:
+    def loop(worker: laconic.Worker) -> None:
+        train_steps(worker, 3)
+        if worker.rank == 1:
+            raise KeyError("no such image")
+        train_steps(worker, 1)
+
+    first, culprit, third = laconic.spawn(told, 3, loop)
+    assert culprit == "KeyError: 'no such image'"
+    for text in (first, third):
+        assert text.startswith("PeerError: rank ")
+        assert "mean at step 4" in text
+        assert "rank 1 failed at step 3: KeyError: 'no such image'" in text
+
+
+def test_an_exception_on_one_rank_while_the_others_are_done() -> None:
+    def loop(worker: laconic.Worker) -> None:
+        train_steps(worker, 3)
+        if worker.rank == 1:
+            raise KeyError("in the last lines")
+
+    first, _, third = laconic.spawn(told, 3, loop)
+    for text in (first, third):
+        assert "the end of the worker at step 3" in text
+        assert "rank 1 failed at step 3: KeyError" in text
+
+
+def test_one_rank_leaves_early() -> None:
+    def loop(worker: laconic.Worker) -> None:
+        train_steps(worker, 2 if worker.rank == 1 else 4)
+
+    first, early, third = laconic.spawn(told, 3, loop)
+    for text in (first, third):
+        assert text.startswith("PeerError")
+        assert "mean at step 3" in text
+        assert "rank 1 is at the end of the worker since its step 2" in text
+    assert early.startswith("PeerError: rank 1: the end of the worker at step 2 cannot end: rank ")
+
+
+def test_consensus_on_one_rank_only() -> None:
+    def loop(worker: laconic.Worker) -> None:
+        train_steps(worker, 1)
+        if worker.rank == 0:
+            with worker.consensus():
+                pass
+        train_steps(worker, 1)
+
+    first, second = laconic.spawn(told, 2, loop)
+    assert "rank 0 is at consensus() since its step 1, and all ranks must come there" in second
+    assert "consensus() at step 1 cannot end" in first
+
+
+def test_ranks_at_different_meetings() -> None:
+    def loop(worker: laconic.Worker) -> None:
+        if worker.rank == 0:
+            with worker.consensus():
+                pass
+
+    for text in laconic.spawn(told, 2, loop):
+        assert "rank 0: consensus() (step 0); rank 1: the end of the worker (step 0)" in text
+
+
+def test_nan_on_one_rank() -> None:
+    def loop(worker: laconic.Worker) -> None:
+        train_steps(worker, 2)
+        if worker.rank == 2:
+            worker.x[5] = float("nan")
+        train_steps(worker, 1)
+
+    for text in laconic.spawn(told, 4, loop):
+        assert text == "FloatingPointError: mean at step 3: NaN or infinity on rank 2"
+    for text in laconic.spawn(told, 4, loop, laconic.AllReduce()):
+        assert "NaN or infinity on rank 2" in text
+
+
+def test_a_rank_that_hangs() -> None:
+    def loop(worker: laconic.Worker) -> None:
+        train_steps(worker, 1)
+        if worker.rank == 2:
+            time.sleep(9)  # longer than the time-out and the roll call of the others
+        train_steps(worker, 1)
+
+    first, second, _ = laconic.spawn(told, 3, loop, None, 2.0)
+    assert "mean at step 2" in first + second
+    assert "rank 2" in first
+    assert "rank 2" in second
+
+
+def survivors_told(victim: int, store_in_rank_0: bool) -> dict[int, str]:
+    """Three ranks as `spawn` makes them, but with no launcher that ends the others when the victim is killed."""
+
+    def loop(worker: laconic.Worker) -> None:
+        train_steps(worker, 2)
+        if worker.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_steps(worker, 1)
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environments = [_environment(i, 3, store, None) for i in range(3)]
+    if store_in_rank_0:
+        del store
+        for environment in environments:
+            del environment["TORCHELASTIC_USE_AGENT_STORE"]
+    context = mp.get_context("forkserver")
+    results = context.SimpleQueue()
+    job = cloudpickle.dumps(loop)
+    processes = [context.Process(target=run_and_tell, args=(e, job, results)) for e in environments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return dict(results.get() for _ in range(2))
+
+
+def run_and_tell(environment: dict[str, str], job: bytes, results: mp.SimpleQueue[tuple[int, str]]) -> None:
+    os.environ.update(environment)
+    results.put((rank(), told(cloudpickle.loads(job))))
+
+
+def test_a_rank_is_killed() -> None:
+    texts = survivors_told(victim=1, store_in_rank_0=False)
+    assert texts.keys() == {0, 2}
+    for text in texts.values():
+        assert text.startswith("PeerError")
+        assert "step 3" in text
+        assert "no sign of life from rank 1" in text
+
+
+def test_the_rank_that_holds_the_store_is_killed() -> None:
+    texts = survivors_told(victim=0, store_in_rank_0=True)
+    assert texts.keys() == {1, 2}
+    for text in texts.values():
+        assert "mean at step 3" in text
+        assert "the job's store does not answer: the launcher, or the rank that holds it (usually 0), is gone" in text
+
+
+# Disagreement at the start ------------------------------------------------------------------------------------------
+
+
+def start(build: Callable[[int], tuple[nn.Module, laconic.Method]]) -> str:
+    try:
+        model, method = build(rank())
+        laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), method, timeout=20)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_different_settings() -> None:
+    def build(mine: int) -> tuple[nn.Module, laconic.Method]:
+        return build_model(), laconic.LocalSGD(8 if mine == 2 else 4)
+
+    assert (
+        laconic.spawn(start, 3, build)
+        == ["ValueError: all ranks must agree on LocalSGD.period: 4 on rank 0, 1; 8 on rank 2"] * 3
+    )
+
+
+def test_different_methods() -> None:
+    def build(mine: int) -> tuple[nn.Module, laconic.Method]:
+        return build_model(), laconic.LocalSGD(4) if mine else laconic.AllReduce()
+
+    assert (
+        laconic.spawn(start, 2, build)
+        == ["ValueError: all ranks must agree on method: AllReduce on rank 0; LocalSGD on rank 1"] * 2
+    )
+
+
+def test_different_models() -> None:
+    def build(mine: int) -> tuple[nn.Module, laconic.Method]:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + mine)), laconic.AllReduce()
+
+    assert (
+        laconic.spawn(start, 2, build)
+        == [
+            "ValueError: all ranks must agree on parameters[2]: 1.weight (4, 4) torch.float32 on rank 0; "
+            "1.weight (5, 4) torch.float32 on rank 1"
+        ]
+        * 2
+    )
+
+
+def test_different_versions() -> None:
+    def build(mine: int) -> tuple[nn.Module, laconic.Method]:
+        import laconic.agreement
+
+        if mine:
+            laconic.agreement.__version__ = "0.0.1"
+        return build_model(), laconic.AllReduce()
+
+    for text in laconic.spawn(start, 2, build):
+        assert f"agree on laconic: {laconic.__version__} on rank 0; 0.0.1 on rank 1" in text
+
+
+def test_a_bad_model_on_one_rank_is_told_to_all() -> None:
+    def build(mine: int) -> tuple[nn.Module, laconic.Method]:
+        return build_model().requires_grad_(mine != 1), laconic.AllReduce()
+
+    first, culprit, third = laconic.spawn(start, 3, build)
+    assert culprit.startswith("ValueError: the model must have a trainable parameter")
+    assert first == third
+    assert first.startswith("ValueError: rank 1: ValueError: the model must have a trainable parameter")
+
+
+def test_nan_in_the_parameters_of_one_rank() -> None:
+    def build(mine: int) -> tuple[nn.Module, laconic.Method]:
+        model = build_model()
+        if mine == 1:
+            nn.init.constant_(model[0].bias, float("nan"))
+        return model, laconic.AllReduce()
+
+    for text in laconic.spawn(start, 2, build):
+        assert text == "ValueError: parameters must be finite, and there are NaNs or infinities on rank 1"
+
+
+def test_a_rank_that_never_comes() -> None:
+    def run() -> str:
+        if rank() == 1:
+            torch.distributed.init_process_group("gloo")
+            return ""
+        return told(lambda worker: None, timeout=2.0)
+
+    text, _ = laconic.spawn(run, 2)
+    assert text == "PeerError: rank 0: the opening of the foreground channel at step 0 waited 2 s for rank 1"

@@ -1,0 +1,122 @@
+"""Workers on this machine: results, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import laconic
+from tests.helpers import rank
+
+
+def test_results_by_rank_and_arguments() -> None:
+    assert laconic.spawn(lambda a, b: (rank(), a + b), 3, 1, 2) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_one_thread_each() -> None:
+    assert laconic.spawn(torch.get_num_threads, 2) == [1, 1]
+
+
+def test_big_results() -> None:
+    (result,) = laconic.spawn(lambda: torch.arange(3_000_000), 1)
+    assert torch.equal(result, torch.arange(3_000_000))
+
+
+def test_an_exception_has_its_traceback() -> None:
+    def run() -> None:
+        if rank() == 1:
+            raise LookupError("the reason")
+        time.sleep(60)
+
+    with pytest.raises(laconic.WorkerFailed, match=r"(?s)worker 1 of 3 failed: Trace.*LookupError: the reason") as info:
+        laconic.spawn(run, 3)
+    assert info.value.rank == 1
+
+
+def test_the_cause_is_told_not_the_consequence() -> None:
+    def run() -> None:
+        model = torch.nn.Linear(1, 1)
+        with laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=1.0), laconic.LocalSGD(1)) as worker:
+            if worker.rank == 2:
+                raise LookupError("the cause")
+            model(torch.ones(1)).backward()
+            worker.optimizer.step()
+
+    with pytest.raises(laconic.WorkerFailed, match="LookupError: the cause") as info:
+        laconic.spawn(run, 3)
+    assert info.value.rank == 2
+
+
+def test_a_signal_is_named() -> None:
+    def run() -> None:
+        if rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(laconic.WorkerFailed, match="worker 0 of 2 failed: killed by SIGKILL"):
+        laconic.spawn(run, 2)
+
+
+def test_an_exit_is_named() -> None:
+    with pytest.raises(laconic.WorkerFailed, match="ended with exit code 3 before its function returned"):
+        laconic.spawn(lambda: os._exit(3), 1)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    import threading
+
+    with pytest.raises(laconic.WorkerFailed, match="cannot pickle"):
+        laconic.spawn(threading.Lock, 1)
+
+
+@pytest.mark.parametrize("workers", [0, -2, 1.5, "4", True])
+def test_bad_number_of_workers(workers: object) -> None:
+    with pytest.raises(ValueError, match=f"workers must be a whole number, at least 1, not {workers!r}"):
+        laconic.spawn(rank, workers)  # type: ignore[arg-type]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_launcher(tmp_path: Path, sent: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys, time
+        import laconic
+        def run(folder):
+            open(os.path.join(folder, f"pid-{os.getpid()}"), "w").close()
+            time.sleep(60)
+        if __name__ == "__main__":
+            laconic.spawn(run, 2, sys.argv[1])
+        """)
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, script, tmp_path], env=os.environ | {"PYTHONPATH": os.getcwd()}, stderr=subprocess.DEVNULL
+    )
+    pids: list[int] = []
+    while len(pids) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.05)
+        pids = [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
+    launcher.send_signal(sent)
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
