@@ -148,7 +148,7 @@ class Simulation:
         self.g = torch.zeros(run.workers, self.d)
         self.g_sum = torch.zeros(n, self.d) if run.moments == "corrected" else None
         self.correction = torch.zeros(n, self.d) if run.moments == "corrected" else None
-        self.server = {name: torch.zeros(self.d) for name in ("x", "m", "v")}
+        self.server = torch.zeros(self.d)
         self.optimizer = torch.optim.Adam([self.x], lr=run.lr, fused=True)
         self.flying: list[Piece] = []
 
@@ -217,9 +217,12 @@ class Simulation:
                 mean[name] = quantize(goal.sqrt()[None], run.bits)[0].square()
                 continue
             given[name] = quantize(vector, run.bits)
-            goal = given[name].mean(0) + self.server[name][part]
+            goal = given[name].mean(0)
+            if name == "x":
+                goal += self.server[part]
             mean[name] = quantize(goal[None], run.bits)[0]
-            self.server[name][part] = goal - mean[name]
+            if name == "x":
+                self.server[part] = goal - mean[name]
         self.s[:, part] += given["x"]
         self.flying.append(Piece(part, due, given, mean))
 
@@ -254,7 +257,7 @@ def moments() -> Iterator[Run]:
     """What travels beside the residual, at equal periods; bytes differ (1, 3, 2, 2 vectors)."""
     for partition, period in itertools.product(("classes", "iid"), (8, 2)):
         for kind in ("local", "averaged", "second", "corrected"):
-            yield Run(period=period, moments=kind, partition=partition, delay=2)
+            yield Run(period=period, moments=kind, partition=partition)
 
 
 def bits() -> Iterator[Run]:
@@ -264,7 +267,8 @@ def bits() -> Iterator[Run]:
             for number in (32, 8, 4, 2, 1):
                 vectors = 3 if kind == "averaged" else 1
                 period = math.ceil(1.1 * rho * vectors * number / 32)
-                yield Run(period=period, bits=number, moments=kind, partition=partition, delay=2)
+                delay = 1 if number == 32 else 2  # a mean of codes takes two messages
+                yield Run(period=period, bits=number, moments=kind, partition=partition, delay=delay)
 
 
 def ratios() -> Iterator[Run]:

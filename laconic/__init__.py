@@ -9,6 +9,7 @@ from laconic.method import Replica as Replica
 from laconic.method import state as state
 from laconic.methods import METHODS as METHODS
 from laconic.methods import AllReduce as AllReduce
+from laconic.methods import Divisible as Divisible
 from laconic.methods import LocalSGD as LocalSGD
 from laconic.version import __version__ as __version__
 from laconic.worker import Worker as Worker

@@ -73,6 +73,10 @@ class Method:
     def drain(self, worker: Replica) -> None:
         """The last step is over on every rank: wait for everything in flight and apply it."""
 
+    def metrics(self) -> dict[str, float]:
+        """What a report may plot over the steps, by name: the numbers that say how the method is doing now."""
+        return {}
+
     def settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
 

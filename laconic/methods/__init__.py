@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from laconic.method import Method
 from laconic.methods.allreduce import AllReduce as AllReduce
+from laconic.methods.divisible import Divisible as Divisible
 from laconic.methods.local_sgd import LocalSGD as LocalSGD
 from laconic.names import look_up
 
 METHODS: dict[str, type[Method]] = {
     "allreduce": AllReduce,
     "local_sgd": LocalSGD,
+    "divisible": Divisible,
 }
 
 
