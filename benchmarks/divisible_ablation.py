@@ -262,17 +262,16 @@ def moments() -> Iterator[Run]:
 
 def bits() -> Iterator[Run]:
     """At equal bytes: a link that takes `rho` steps for all in fp32 gives each number of bits its own period."""
-    for rho, partition in itertools.product((6, 30), ("iid", "classes")):
-        for kind in ("local", "averaged") if partition == "classes" else ("local",):
-            for number in (32, 8, 4, 2, 1):
-                vectors = 3 if kind == "averaged" else 1
-                period = math.ceil(1.1 * rho * vectors * number / 32)
-                delay = 1 if number == 32 else 2  # a mean of codes takes two messages
-                yield Run(period=period, bits=number, moments=kind, partition=partition, delay=delay)
+    vectors = {"local": 1, "averaged": 3, "corrected": 2}
+    for rho, number in itertools.product((6, 30), (32, 4, 8, 1, 2)):
+        for partition, kind in (("iid", "local"), ("classes", "corrected"), ("classes", "averaged")):
+            period = math.ceil(1.1 * rho * vectors[kind] * number / 32)
+            delay = 1 if number == 32 else 2  # a mean of codes takes two messages
+            yield Run(period=period, bits=number, moments=kind, partition=partition, delay=delay)
 
 
 def ratios() -> Iterator[Run]:
-    for partition, kind in (("iid", "local"), ("classes", "averaged")):
+    for partition, kind in (("iid", "local"), ("classes", "corrected")):
         for ratio, period in itertools.product((64, 128, 1024, 10**6), (1, 8)):
             yield Run(ratio=ratio, period=period, bits=4, moments=kind, partition=partition, delay=2)
 

@@ -61,6 +61,8 @@ class Divisible(Method):
     x_hat: Tensor = state()  # (d)
     column: int = state(0)  # where the next piece begins
 
+    _flying: list[Piece] = field(default_factory=list, init=False, repr=False, compare=False)
+    _pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
     _waiting: float = field(default=0.0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,16 +70,16 @@ class Divisible(Method):
         if self.period not in ("auto", None):
             check_count("period", self.period)
         check_choice("moments", self.moments, ("local", "averaged"))
+        if self.background is not None and not isinstance(self.background, Compressor):
+            raise ValueError(f"background must be a compressor or None, not {self.background!r}")
         check_count("max_period", self.max_period)
         check_count("delay", self.delay)
 
     def setup(self, worker: Replica) -> None:
         comm, d = worker.comm, worker.x.numel()
         self.x_hat = worker.x.clone()
-        self._flying: list[Piece] = []
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
-        self._pace: Pace | None = None
         if self.period is None or comm.size == 1:
             return
         channel = comm.channel("background")
@@ -94,8 +96,8 @@ class Divisible(Method):
         if self._mean is not None:
             self._receive(worker, self._mean, worker.step)
             self._send(worker, self._mean)
-        if self._pace is not None and self._pace.is_measuring(worker.step):
-            self._measure(worker, self._pace, computed)
+            if self._pace is not None and self._pace.is_measuring(worker.step):
+                self._measure(worker, self._mean, self._pace, computed)
         self._note_waiting(comm)
 
     def drain(self, worker: Replica) -> None:
@@ -180,15 +182,19 @@ class Divisible(Method):
             return self._pace.period
         return self.period if isinstance(self.period, int) else 0
 
-    def _measure(self, worker: Replica, pace: Pace, computed: float) -> None:
+    def _measure(self, worker: Replica, mean: Mean, pace: Pace, computed: float) -> None:
         """Wait for the messages on their way now, to see how long they take. They are applied when they are due."""
-        assert self._mean is not None
-        sent = worker.comm.now()
+        comm = worker.comm
+        times = [comm.now()]
         for piece in self._flying:
             piece.wait()
-        share = self._flying[-1].lengths[0] / self._mean.layout.row
+        times.append(comm.now())
+        # What the shortest message takes is no matter of the period, and the next foreground message takes as long.
+        comm.mean(worker.x.new_zeros(1))
+        times.append(comm.now())
+        transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
         if self._left is not None:
-            pace.add(worker.step, computed - self._left, (worker.comm.now() - sent) / share)
+            pace.add(worker.step, computed - self._left, transfer * mean.layout.row / self._flying[-1].lengths[0])
 
     def _note_waiting(self, comm: Comm) -> None:
         now = comm.now()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from laconic.comm.finite import is_finite
 from laconic.comm.solo import Arrived
 
 
+@runtime_checkable
 class Compressor(Protocol):
     def encode(self, x: Tensor) -> Tensor: ...
     def decode(self, code: Tensor, numel: int) -> Tensor: ...
