@@ -146,9 +146,9 @@ class Simulation:
         self.base = start.clone()  # x̂
         self.s = torch.zeros(n, self.d)
         self.g = torch.zeros(run.workers, self.d)
-        self.g_sum = torch.zeros(n, self.d) if run.moments == "corrected" else None
+        self.g_mean = torch.zeros(n, self.d) if run.moments == "corrected" else None  # over past steps
         self.correction = torch.zeros(n, self.d) if run.moments == "corrected" else None
-        self.server = torch.zeros(self.d)
+        self.server = {name: torch.zeros(self.d) for name in "xg"}
         self.optimizer = torch.optim.Adam([self.x], lr=run.lr, fused=True)
         self.flying: list[Piece] = []
 
@@ -164,8 +164,8 @@ class Simulation:
             gradient(x.expand(run.workers, -1), self.train_x[rows], self.train_y[rows], self.g)
             if run.rule == "full":
                 self.x.grad = self.g.mean(0, keepdim=True)
-            elif self.correction is not None and self.g_sum is not None:
-                self.g_sum += self.g
+            elif self.correction is not None and self.g_mean is not None:
+                self.g_mean.lerp_(self.g, 0.1)
                 self.x.grad = self.g + self.correction
             else:
                 self.x.grad = self.g
@@ -206,9 +206,8 @@ class Simulation:
             vectors["m"] = state["exp_avg"][:, part].clone()
         if run.moments in ("averaged", "second"):
             vectors["v"] = state["exp_avg_sq"][:, part].clone()
-        if self.g_sum is not None:
-            vectors["m"] = self.g_sum[:, part] / (run.period if due > run.period else 1)
-            self.g_sum[:, part] = 0
+        if self.g_mean is not None:
+            vectors["g"] = self.g_mean[:, part].clone()
         given, mean = {}, {}
         for name, vector in vectors.items():
             if name == "v" and run.bits < 32:  # its range is the square of the others': code the root
@@ -218,11 +217,11 @@ class Simulation:
                 continue
             given[name] = quantize(vector, run.bits)
             goal = given[name].mean(0)
-            if name == "x":
-                goal += self.server[part]
+            if name in self.server:
+                goal += self.server[name][part]
             mean[name] = quantize(goal[None], run.bits)[0]
-            if name == "x":
-                self.server[part] = goal - mean[name]
+            if name in self.server:
+                self.server[name][part] = goal - mean[name]
         self.s[:, part] += given["x"]
         self.flying.append(Piece(part, due, given, mean))
 
@@ -233,7 +232,7 @@ class Simulation:
         self.x.detach()[:, part] += mean["x"] - given["x"]
         self.s[:, part] -= given["x"]
         if self.correction is not None:
-            self.correction[:, part] = mean["m"] - given["m"]
+            self.correction[:, part] = mean["g"] - given["g"]
         elif "m" in given:
             state["exp_avg"][:, part] += mean["m"] - given["m"]
         if "v" in given:

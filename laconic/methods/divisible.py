@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Comm
+from laconic.compress import Compressor
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import CodedMean, Compressor, Mean, Piece, PlainMean
+from laconic.methods.pieces import CodedMean, Mean, Piece, PlainMean
 
 # States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
@@ -76,14 +77,17 @@ class Divisible(Method):
         check_count("delay", self.delay)
 
     def setup(self, worker: Replica) -> None:
-        comm, d = worker.comm, worker.x.numel()
+        comm = worker.comm
         self.x_hat = worker.x.clone()
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
         if self.period is None or comm.size == 1:
             return
         channel = comm.channel("background")
-        self._mean = PlainMean(channel, d) if self.background is None else CodedMean(channel, d, self.background)
+        if self.background is None:
+            self._mean = PlainMean(channel, worker.x.numel())
+        else:
+            self._mean = CodedMean(channel, worker.x, self.background)
         if self.period == "auto":
             self._pace = Pace(comm, min(START, self.max_period), self.max_period)
 
@@ -138,7 +142,8 @@ class Divisible(Method):
         moments = self._moments(worker)
         e = _joined([self.residual(worker.x, part) for part in parts])
         others = [torch.cat([vector[part] for part in parts]) for vector in moments.values()]
-        piece = Piece(parts, worker.step + self.delay, [e, *others], [False, *(name in SQUARES for name in moments)])
+        squares = [False, *(name in SQUARES for name in moments)]
+        piece = Piece(parts, worker.step, worker.step + self.delay, [e, *others], squares)
         mean.send(piece)
         self._flying.append(piece)
 

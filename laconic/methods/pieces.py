@@ -9,21 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.comm import Comm, Pending
-from laconic.comm.finite import is_finite
 from laconic.comm.solo import Arrived
-
-
-@runtime_checkable
-class Compressor(Protocol):
-    def encode(self, x: Tensor) -> Tensor: ...
-    def decode(self, code: Tensor, numel: int) -> Tensor: ...
-    def nbytes(self, numel: int) -> int: ...
+from laconic.compress import Compressor, encode_with_feedback
 
 
 @dataclass(frozen=True)
@@ -54,6 +47,7 @@ class Piece:
     """The same coordinates of some vectors, on their way to becoming their mean."""
 
     parts: list[slice]  # the coordinates, by owner
+    step: int  # in which it was sent
     due: int  # the step in which the message on its way is waited for
     given: list[Tensor]  # of each vector, this rank's share in the mean, part after part
     squares: list[bool]  # of each vector: none of it is negative, and it is a square in spirit, as Adam's v
@@ -76,6 +70,7 @@ class Piece:
         """With what the message on its way will bring: waits for it, but leaves the piece as it is."""
         return {
             "parts": [[part.start, part.stop] for part in self.parts],
+            "step": self.step,
             "due": self.due,
             "given": self.given,
             "squares": self.squares,
@@ -86,8 +81,8 @@ class Piece:
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any]) -> Piece:
         parts = [slice(start, stop) for start, stop in saved["parts"]]
-        pending = Arrived(saved["received"])
-        return cls(parts, saved["due"], saved["given"], saved["squares"], saved["messages"], pending)
+        rest = {name: saved[name] for name in ("step", "due", "given", "squares", "messages")}
+        return cls(parts, **rest, pending=Arrived(saved["received"]))
 
 
 class Mean(Protocol):
@@ -116,21 +111,21 @@ class PlainMean:
 class CodedMean:
     """`residual` (row): what this rank, as owner of its row, has not yet passed on of the first vector's mean."""
 
-    def __init__(self, comm: Comm, d: int, compressor: Compressor) -> None:
-        self.layout = Layout(d, comm.size)
-        self.residual = torch.zeros(self.layout.row)
-        self._comm, self._compressor = comm, compressor
+    def __init__(self, comm: Comm, x: Tensor, compressor: Compressor) -> None:
+        self.layout = Layout(x.numel(), comm.size)
+        self.residual = torch.zeros(self.layout.row, dtype=torch.float32, device=x.device)
+        self._comm, self._compressor = comm, compressor.for_rank(comm.rank)
 
     def send(self, piece: Piece) -> None:
         codes: list[list[Tensor]] = [[] for _ in piece.parts]  # by owner, then vector
         for k, square in enumerate(piece.squares):
-            if not is_finite(piece.given[k]):
-                raise FloatingPointError(
-                    f"background at step {self._comm.meter.step}: NaN or infinity on rank {self._comm.rank}"
-                )
-            for owner, (_, part) in enumerate(piece.split(piece.given[k])):
-                code = self._encode(part, square)
-                part.copy_(self._decode(code, part.numel(), square))
+            for owner, (_, given) in enumerate(piece.split(piece.given[k])):
+                try:
+                    code = self._compressor.encode(given.sqrt() if square else given, step=piece.step)
+                except ValueError as error:  # an entry is not finite
+                    where = f"NaN or infinity on rank {self._comm.rank}"
+                    raise FloatingPointError(f"background at step {piece.step}: {where} ({error})") from error
+                given.copy_(self._decode(code, given.numel(), piece, k))
                 codes[owner].append(code)
         piece.pending = self._comm.all_to_all_async([torch.cat(code) for code in codes])
         piece.messages = 1
@@ -139,42 +134,45 @@ class CodedMean:
         if piece.messages == 1:
             self._pass_on(piece, piece.wait())
             return None
-        rows = [self._vectors(code, piece, length) for code, length in zip(piece.wait(), piece.lengths, strict=True)]
-        return [torch.cat(vector) for vector in zip(*rows, strict=True)]
+        return [
+            torch.cat(
+                [
+                    self._decode(self._code(message, k, length), length, piece, k)
+                    for message, length in zip(piece.wait(), piece.lengths, strict=True)
+                ]
+            )
+            for k in range(len(piece.given))
+        ]
 
     def _pass_on(self, piece: Piece, received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""
         own = piece.parts[self._comm.rank]
-        length = own.stop - own.start
-        first = self._comm.rank * self.layout.row
-        residual = self.residual[own.start - first : own.stop - first]
-        by_rank = [self._vectors(code, piece, length) for code in received]
+        length, row = own.stop - own.start, self._comm.rank * self.layout.row
         # Rows end at different columns, and a gather takes messages of one length.
-        message = torch.zeros(len(piece.given) * self._compressor.nbytes(max(piece.lengths)), dtype=torch.uint8)
-        at = 0
+        message = received[0].new_zeros(len(piece.given) * self._compressor.nbytes(max(piece.lengths)))
         for k, square in enumerate(piece.squares):
-            mean = torch.stack([vectors[k] for vectors in by_rank]).mean(0)
+            mean = torch.zeros(length, dtype=torch.float32, device=message.device)
+            for codes in received:
+                code = self._code(codes, k, length)
+                if square:
+                    mean += self._decode(code, length, piece, k) / len(received)
+                else:
+                    self._compressor.decode_add(code, mean, 1 / len(received), step=piece.step)
+            out = self._code(message, k, length)
             if k == 0:
-                mean += residual
-            code = self._encode(mean, square)
-            if k == 0:
-                torch.sub(mean, self._decode(code, length, square), out=residual)
-            message[at : at + code.numel()] = code
-            at += code.numel()
+                residual = self.residual[own.start - row : own.stop - row]
+                encode_with_feedback(self._compressor, mean, residual, step=piece.step, out=out)
+            else:
+                self._compressor.encode(mean.sqrt_() if square else mean, step=piece.step, out=out)
         piece.pending = self._comm.all_gather_async(message)
         piece.messages = 2
 
-    def _vectors(self, message: Tensor, piece: Piece, length: int) -> list[Tensor]:
-        """The vectors in a message about `length` coordinates."""
+    def _code(self, message: Tensor, k: int, length: int) -> Tensor:
+        """The code of vector k in a message about `length` coordinates."""
         nbytes = self._compressor.nbytes(length)
-        return [
-            self._decode(message[k * nbytes : (k + 1) * nbytes], length, square)
-            for k, square in enumerate(piece.squares)
-        ]
+        return message[k * nbytes : (k + 1) * nbytes]
 
-    def _encode(self, part: Tensor, square: bool) -> Tensor:
-        return self._compressor.encode(part.sqrt() if square else part)
-
-    def _decode(self, code: Tensor, length: int, square: bool) -> Tensor:
-        part = self._compressor.decode(code, length)
-        return part.square_() if square else part
+    def _decode(self, code: Tensor, length: int, piece: Piece, k: int) -> Tensor:
+        """What a code of vector k stands for: of the root, where the vector is a square."""
+        decoded = self._compressor.decode(code, length, step=piece.step)
+        return decoded.square_() if piece.squares[k] else decoded

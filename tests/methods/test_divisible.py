@@ -5,7 +5,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,38 +15,21 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.comm import Pending, Solo
+from laconic.compress import Log
 from laconic.methods.divisible import foreground_block
 from laconic.methods.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace
 from laconic.methods.pieces import CodedMean, Layout
 from tests.helpers import OPTIMIZERS, adam, build_model, rank, train, train_step
 from tests.oracles.divisible import divisible, foreground_blocks
 
-
-@dataclass(frozen=True)
-class Coarse:
-    """A byte an entry after one scale, in 4 levels up and 4 down: coarse enough to leave residuals."""
-
-    def nbytes(self, numel: int) -> int:
-        return 4 + numel
-
-    def encode(self, x: Tensor) -> Tensor:
-        scale = (x.abs().amax() if x.numel() else torch.tensor(0.0)).reshape(1) / 4
-        steps = (x / scale.clamp(min=1e-30)).round().to(torch.int8)
-        return torch.cat([scale.view(torch.uint8), steps.view(torch.uint8)])
-
-    def decode(self, code: Tensor, numel: int) -> Tensor:
-        code = code.clone()
-        return code[4 : 4 + numel].view(torch.int8).float() * code[:4].view(torch.float32)
-
-
 METHODS = {
     "plain": laconic.Divisible(ratio=8, period=3),
     "late": laconic.Divisible(ratio=16, period=5, delay=3),
     "slower than a sweep": laconic.Divisible(ratio=16, period=2, delay=5),
-    "coded": laconic.Divisible(ratio=8, period=3, background=Coarse()),
-    "coded, late": laconic.Divisible(ratio=8, period=2, delay=2, background=Coarse()),
+    "coded": laconic.Divisible(ratio=8, period=3, background=Log(3)),
+    "coded, late": laconic.Divisible(ratio=8, period=2, delay=2, background=Log(3)),
     "auto": laconic.Divisible(ratio=8),
-    "auto, coded": laconic.Divisible(ratio=8, background=Coarse()),
+    "auto, coded": laconic.Divisible(ratio=8, background=Log(3)),
 }
 
 
@@ -105,9 +87,11 @@ def mean(ranks: Sequence[dict[str, Any]], name: str) -> Tensor:
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_invariants_also_while_messages_are_in_flight(workers: int) -> None:
-    steps = 26
-    results = laconic.spawn(lambda: {name: push(method, steps) for name, method in METHODS.items()}, workers)
-    for name in METHODS:
+    # Only after 18 steps has "auto" measured; it need not do so in every world.
+    methods = {name: method for name, method in METHODS.items() if workers == 3 or "auto" not in name}
+    steps = 24 if workers == 3 else 12
+    results = laconic.spawn(lambda: {name: push(method, steps) for name, method in methods.items()}, workers)
+    for name in methods:
         by_step = list(zip(*(result[name] for result in results), strict=True))
         check_invariants(by_step)
         in_flight = {ranks[0]["in flight"] for ranks in by_step[1:-1]}
@@ -138,28 +122,26 @@ def test_sends_nothing_twice_and_forgets_nothing() -> None:
         torch.testing.assert_close(sent, torch.zeros(10))
 
 
-ORACLE = [
-    # optimizer, ratio, period, delay, moments
-    ("adam", 8, 3, 1, "local"),
-    ("adam", 1024, 5, 3, "averaged"),
-    ("sgd", 7, 2, 2, "averaged"),
-    ("sgd", 1, None, 1, "local"),
-    ("adam", 83, 100, 1, "local"),
-]
+ORACLE: dict[int, list[tuple[str, int, int | None, int, str]]] = {
+    # workers: optimizer, ratio, period, delay, moments
+    2: [("adam", 8, 3, 1, "local"), ("adam", 1024, 5, 3, "averaged")],
+    3: [("sgd", 7, 2, 2, "averaged"), ("adam", 83, 100, 1, "local")],
+    4: [("sgd", 1, None, 1, "local")],
+}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_agrees_with_the_oracle(workers: int) -> None:
+@pytest.mark.parametrize("workers", ORACLE)
+def test_agrees_with_the_oracle_for_200_steps(workers: int) -> None:
     steps = 200
 
     def run() -> list[list[Tensor]]:
         return [
             train(laconic.Divisible(ratio, period, moments, delay=delay), OPTIMIZERS[optimizer], steps)  # type: ignore[arg-type]
-            for optimizer, ratio, period, delay, moments in ORACLE
+            for optimizer, ratio, period, delay, moments in ORACLE[workers]
         ]
 
     results = laconic.spawn(run, workers)
-    for case, (optimizer, ratio, period, delay, moments) in enumerate(ORACLE):
+    for case, (optimizer, ratio, period, delay, moments) in enumerate(ORACLE[workers]):
         expected = divisible(OPTIMIZERS[optimizer], workers, steps, ratio, period, delay, moments)
         for step in range(steps):
             for worker in range(workers):
@@ -236,7 +218,7 @@ def test_workers_that_are_alike_are_as_one(d: int, ratio: int, period: int, dela
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_resumes_bit_for_bit_with_messages_in_flight(coded: bool) -> None:
-    method = laconic.Divisible(8, 3, "averaged", Coarse() if coded else None, delay=2)
+    method = laconic.Divisible(8, 3, "averaged", Log(3) if coded else None, delay=2)
 
     def run() -> tuple[list[Tensor], list[list[Tensor]]]:
         saved = []
@@ -296,8 +278,8 @@ def test_extreme_settings_and_fewer_coordinates_than_pieces() -> None:
         laconic.Divisible(ratio=10**6, period=7),
         laconic.Divisible(ratio=1, period=2),
         laconic.Divisible(ratio=3, period=1000),
-        laconic.Divisible(ratio=3, period=1000, background=Coarse()),
-        laconic.Divisible(ratio=3, period=1, background=Coarse()),
+        laconic.Divisible(ratio=3, period=1000, background=Log(3)),
+        laconic.Divisible(ratio=3, period=1, background=Log(3)),
         laconic.Divisible(ratio=3, max_period=1),
     ]
     results = laconic.spawn(lambda: [push(method, 12, d=5) for method in methods], 4)
@@ -317,7 +299,7 @@ def test_v_stays_positive_and_moments_agree_more() -> None:
             return (m - worker.comm.mean(m)).norm().item() / m.norm().item()
 
     def run() -> list[tuple[float, float]]:
-        return [(spread("averaged", background), spread("local", background)) for background in (None, Coarse())]
+        return [(spread("averaged", background), spread("local", background)) for background in (None, Log(3))]
 
     for result in laconic.spawn(run, 2):
         assert all(averaged < 0.7 * local for averaged, local in result)
@@ -330,7 +312,7 @@ def test_payload_is_the_formula() -> None:
         counts = []
         for method in (
             laconic.Divisible(ratio=100, period=5),
-            laconic.Divisible(ratio=100, period=5, background=Coarse()),
+            laconic.Divisible(ratio=100, period=5, background=Log(3)),
             laconic.Divisible(ratio=100, period=5, moments="averaged"),
         ):
             model = nn.Linear(d, 1, bias=False)
@@ -347,7 +329,7 @@ def test_payload_is_the_formula() -> None:
     foreground = steps * round(2 * (n - 1) / n * 4 * 10)
     plain = steps * round(2 * (n - 1) / n * 4 * d / 5)
     # The last piece has not been passed on yet.
-    message = (n - 1) * (4 + d // 5 // n)
+    message = (n - 1) * (4 + -(-3 * (d // 5 // n) // 8))  # one block's scale and 3 bits an entry
     expected = [(foreground, plain), (foreground, steps * message + (steps - 1) * message), (foreground, 3 * plain)]
     assert laconic.spawn(run, n) == [expected] * n
 
@@ -473,7 +455,8 @@ def test_auto_goes_on_where_the_link_is_too_slow() -> None:
     comm = Virtual(bandwidth=4.0, latency=0.0)
     with laconic.Worker(model, optimizer, laconic.Divisible(max_period=50), comm=comm) as worker:
         expected = worker.x.clone()
-        with pytest.warns(UserWarning, match="takes 950 s and computing a step 1 s") as caught:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             for step in range(2 * INTERVAL):
                 comm.seconds += 1.0
                 gradient = torch.randn(1000, generator=torch.Generator().manual_seed(step))
@@ -481,6 +464,7 @@ def test_auto_goes_on_where_the_link_is_too_slow() -> None:
                 model.weight.grad = gradient.view_as(model.weight)
                 optimizer.step()
         assert len(caught) == 1
+        assert "takes 950 s and computing a step 1 s" in str(caught[0].message)
         assert worker.method.metrics()["period"] == 50
         assert worker.method.metrics()["waiting"] == pytest.approx(20 / 21, abs=0.02)
         torch.testing.assert_close(worker.x, expected, rtol=1e-4, atol=1e-4)
@@ -522,7 +506,7 @@ def test_a_nan_is_found_wherever_it_travels() -> None:
         return "nothing was noticed"
 
     assert all("NaN or infinity on rank 1" in text for text in laconic.spawn(run, 2, None))
-    assert all("NaN or infinity on rank 1" in text for text in laconic.spawn(run, 2, Coarse()))
+    assert all("NaN or infinity on rank 1" in text for text in laconic.spawn(run, 2, Log(3)))
 
 
 def test_averaged_moments_of_an_optimizer_without_any() -> None:
