@@ -24,8 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laconic import compress
+
 SIZES = (784, 256, 128, 10)
-BLOCK = 2048
+BITS = {"identity": 32, "uniform:8": 8, "uniform:4": 4, "log:4": 4, "log:3": 3, "sign": 1}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Run:
     ratio: int = 1024
     period: int = 8
     delay: int = 1
-    bits: int = 32
+    coder: str = "identity"
     moments: str = "local"
     partition: str = "iid"
     workers: int = 8
@@ -102,20 +104,13 @@ def accuracy(x: Tensor, images: Tensor, labels: Tensor) -> float:
     return float((h[0].argmax(1) == labels).float().mean())
 
 
-def quantize(x: Tensor, bits: int) -> Tensor:
-    """Encode and decode the rows of x, with one scale for each block of 2048."""
-    if bits == 32:
+def quantize(x: Tensor, coder: str) -> Tensor:
+    """Encode and decode each row of x."""
+    if coder == "identity":
         return x
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    if bits == 1:
-        count = torch.full((padded.shape[-2], 1), float(BLOCK))
-        count[-1] = BLOCK - (-x.shape[-1] % BLOCK)
-        coded = padded.sign() * (padded.abs().sum(-1, keepdim=True) / count)
-    else:
-        levels = 2 ** (bits - 1) - 1
-        scale = padded.abs().amax(-1, keepdim=True).clamp(min=1e-30) / levels
-        coded = (padded / scale).round_() * scale
-    return coded.flatten(-2)[..., : x.shape[-1]]
+    compressor = compress.parse(coder)
+    rows = [row.contiguous() for row in x]
+    return torch.stack([compressor.decode(compressor.encode(row), row.numel()) for row in rows])
 
 
 @dataclass
@@ -146,7 +141,7 @@ class Simulation:
         self.base = start.clone()  # x̂
         self.s = torch.zeros(n, self.d)
         self.g = torch.zeros(run.workers, self.d)
-        self.g_mean = torch.zeros(n, self.d) if run.moments == "corrected" else None  # over past steps
+        self.g_sum = torch.zeros(n, self.d) if run.moments == "corrected" else None
         self.correction = torch.zeros(n, self.d) if run.moments == "corrected" else None
         self.server = {name: torch.zeros(self.d) for name in "xg"}
         self.optimizer = torch.optim.Adam([self.x], lr=run.lr, fused=True)
@@ -164,8 +159,8 @@ class Simulation:
             gradient(x.expand(run.workers, -1), self.train_x[rows], self.train_y[rows], self.g)
             if run.rule == "full":
                 self.x.grad = self.g.mean(0, keepdim=True)
-            elif self.correction is not None and self.g_mean is not None:
-                self.g_mean.lerp_(self.g, 0.1)
+            elif self.correction is not None and self.g_sum is not None:
+                self.g_sum += self.g
                 self.x.grad = self.g + self.correction
             else:
                 self.x.grad = self.g
@@ -192,34 +187,35 @@ class Simulation:
             self.arrive(self.flying.pop(0))
         if run.rule == "whole":
             if (t - 1) % run.period == 0:
-                self.launch(slice(0, d), t + run.period)
+                self.launch(slice(0, d), t, t + run.period)
             return
         width = -(-d // run.period)
         start = (t - 1) % run.period * width
         if start < d:
-            self.launch(slice(start, min(start + width, d)), t + run.delay)
+            self.launch(slice(start, min(start + width, d)), t, t + run.delay)
 
-    def launch(self, part: slice, due: int) -> None:
+    def launch(self, part: slice, t: int, due: int) -> None:
         run, state = self.run, self.optimizer.state[self.x]
         vectors = {"x": self.x.detach()[:, part] - self.base[part] - self.s[:, part]}
         if run.moments == "averaged":
             vectors["m"] = state["exp_avg"][:, part].clone()
         if run.moments in ("averaged", "second"):
             vectors["v"] = state["exp_avg_sq"][:, part].clone()
-        if self.g_mean is not None:
-            vectors["g"] = self.g_mean[:, part].clone()
+        if self.g_sum is not None:
+            vectors["g"] = self.g_sum[:, part] / min(t, run.period)
+            self.g_sum[:, part] = 0
         given, mean = {}, {}
         for name, vector in vectors.items():
-            if name == "v" and run.bits < 32:  # its range is the square of the others': code the root
-                given[name] = quantize(vector.sqrt(), run.bits).square()
+            if name == "v" and run.coder != "identity":  # its range is the square of the others': code the root
+                given[name] = quantize(vector.sqrt(), run.coder).square()
                 goal = given[name].mean(0)
-                mean[name] = quantize(goal.sqrt()[None], run.bits)[0].square()
+                mean[name] = quantize(goal.sqrt()[None], run.coder)[0].square()
                 continue
-            given[name] = quantize(vector, run.bits)
+            given[name] = quantize(vector, run.coder)
             goal = given[name].mean(0)
             if name in self.server:
                 goal += self.server[name][part]
-            mean[name] = quantize(goal[None], run.bits)[0]
+            mean[name] = quantize(goal[None], run.coder)[0]
             if name in self.server:
                 self.server[name][part] = goal - mean[name]
         self.s[:, part] += given["x"]
@@ -260,19 +256,20 @@ def moments() -> Iterator[Run]:
 
 
 def bits() -> Iterator[Run]:
-    """At equal bytes: a link that takes `rho` steps for all in fp32 gives each number of bits its own period."""
+    """At equal bytes: a link that takes `rho` steps for all in fp32 gives each coder its own period."""
     vectors = {"local": 1, "averaged": 3, "corrected": 2}
-    for rho, number in itertools.product((6, 30), (32, 4, 8, 1, 2)):
+    for rho, coder in itertools.product((6, 30), ("identity", "uniform:4", "log:4", "sign", "uniform:8", "log:3")):
         for partition, kind in (("iid", "local"), ("classes", "corrected"), ("classes", "averaged")):
-            period = math.ceil(1.1 * rho * vectors[kind] * number / 32)
-            delay = 1 if number == 32 else 2  # a mean of codes takes two messages
-            yield Run(period=period, bits=number, moments=kind, partition=partition, delay=delay)
+            least = 2 if coder == "identity" else 4  # as "auto" has it
+            period = max(least, math.ceil(1.1 * rho * vectors[kind] * BITS[coder] / 32))
+            delay = 1 if coder == "identity" else 2  # a mean of codes takes two messages
+            yield Run(period=period, coder=coder, moments=kind, partition=partition, delay=delay)
 
 
 def ratios() -> Iterator[Run]:
     for partition, kind in (("iid", "local"), ("classes", "corrected")):
-        for ratio, period in itertools.product((64, 128, 1024, 10**6), (1, 8)):
-            yield Run(ratio=ratio, period=period, bits=4, moments=kind, partition=partition, delay=2)
+        for ratio, period in itertools.product((64, 1024, 10**6), (1, 4)):
+            yield Run(ratio=ratio, period=period, coder="uniform:4", moments=kind, partition=partition, delay=2)
 
 
 GRIDS: dict[str, Callable[[], Iterator[Run]]] = {"rules": rules, "moments": moments, "bits": bits, "ratios": ratios}

@@ -16,12 +16,14 @@ from torch import Tensor
 from laconic.comm import Comm
 from laconic.compress import Compressor
 from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.methods.correction import Correction
 from laconic.methods.pace import Pace
 from laconic.methods.pieces import CodedMean, Mean, Piece, PlainMean
 
 # States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
-START = 32  # the period until one is measured
+# The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
+LEAST_PLAIN, LEAST_CODED = 2, 4
 SMOOTHING = 0.9  # of the metrics, from step to step
 
 
@@ -37,21 +39,23 @@ class Divisible(Method):
         ratio: R; the foreground message is ⌈d/R⌉ long.
         period: H, steps in which the background has sent everything once. "auto" measures computing and the link, and
             takes the shortest that fits. None: no background.
-        moments: "averaged" also averages the optimizer's state (Adam's m and v) in the background. For workers that
-            hold different kinds of data; the background is then about 3 times as large.
+        moments: what the optimizer's state (Adam's m and v) is made of. "local": of the worker's own gradients. For
+            workers that hold different kinds of data, "corrected": of gradients corrected by the stale mean gradient,
+            which travels in the background too and makes it twice as large; or "averaged": the state itself is
+            averaged in the background, which for Adam makes it three times as large.
         background: a compressor for the background, with error feedback.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it. A mean of codes takes two messages.
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or of what
-    the compressor makes of them, for c = 1 vector or 1 + the number of averaged ones.
+    the compressor makes of them, for c = 1 vector ("local"), 2 ("corrected") or 1 + those averaged.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
 
     ratio: int = 1024
     period: int | Literal["auto"] | None = "auto"
-    moments: Literal["local", "averaged"] = "local"
+    moments: Literal["local", "corrected", "averaged"] = "local"
     background: Compressor | None = None
     max_period: int = 128
     delay: int = 1
@@ -70,7 +74,7 @@ class Divisible(Method):
         check_count("ratio", self.ratio)
         if self.period not in ("auto", None):
             check_count("period", self.period)
-        check_choice("moments", self.moments, ("local", "averaged"))
+        check_choice("moments", self.moments, ("local", "corrected", "averaged"))
         if self.background is not None and not isinstance(self.background, Compressor):
             raise ValueError(f"background must be a compressor or None, not {self.background!r}")
         check_count("max_period", self.max_period)
@@ -81,6 +85,7 @@ class Divisible(Method):
         self.x_hat = worker.x.clone()
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
+        self._correction: Correction | None = None
         if self.period is None or comm.size == 1:
             return
         channel = comm.channel("background")
@@ -88,8 +93,14 @@ class Divisible(Method):
             self._mean = PlainMean(channel, worker.x.numel())
         else:
             self._mean = CodedMean(channel, worker.x, self.background)
+        if self.moments == "corrected":
+            self._correction = Correction(worker.x, self._mean.layout.row)
         if self.period == "auto":
-            self._pace = Pace(comm, min(START, self.max_period), self.max_period)
+            self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
+
+    def before_step(self, worker: Replica) -> None:
+        if self._correction is not None:
+            self._correction.correct(worker)
 
     def after_step(self, worker: Replica) -> None:
         comm = worker.comm
@@ -116,19 +127,22 @@ class Divisible(Method):
             "waiting": self._waiting,
         }
 
-    def residual(self, x: Tensor, part: slice) -> Tensor:
-        """e = x − x̂ − s of these coordinates."""
-        e = x[part] - self.x_hat[part]
-        for piece in self._flying:
-            for sent, given in piece.split(piece.given[0]):
-                first, last = max(sent.start, part.start), min(sent.stop, part.stop)
-                if first < last:
-                    e[first - part.start : last - part.start] -= given[first - sent.start : last - sent.start]
+    def residual(self, x: Tensor, parts: list[slice]) -> Tensor:
+        """e = x − x̂ − s of these coordinates, part after part."""
+        lengths = [part.stop - part.start for part in parts]
+        e = x.new_empty(sum(lengths))
+        for part, own in zip(parts, torch.split(e, lengths), strict=True):
+            torch.sub(x[part], self.x_hat[part], out=own)
+            for piece in self._flying:
+                for sent, given in piece.split(piece.given[0]):
+                    first, last = max(sent.start, part.start), min(sent.stop, part.stop)
+                    if first < last:
+                        own[first - part.start : last - part.start] -= given[first - sent.start : last - sent.start]
         return e
 
     def _foreground(self, worker: Replica) -> None:
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
-        e = self.residual(worker.x, block)
+        e = self.residual(worker.x, [block])
         mean = worker.comm.mean(e)
         self.x_hat[block] += mean
         worker.x[block] += mean - e
@@ -139,11 +153,14 @@ class Divisible(Method):
         stop = min(self.column + -(-row // self._period()), row)
         parts = mean.layout.parts(self.column, stop)
         self.column = stop % row
-        moments = self._moments(worker)
-        e = _joined([self.residual(worker.x, part) for part in parts])
-        others = [torch.cat([vector[part] for part in parts]) for vector in moments.values()]
-        squares = [False, *(name in SQUARES for name in moments)]
-        piece = Piece(parts, worker.step, worker.step + self.delay, [e, *others], squares)
+        given, squares = [self.residual(worker.x, parts)], [False]
+        for name, vector in self._moments(worker).items():
+            given.append(torch.cat([vector[part] for part in parts]))
+            squares.append(name in SQUARES)
+        if self._correction is not None:
+            given.append(self._correction.take(parts, worker.step))
+            squares.append(False)
+        piece = Piece(parts, worker.step, worker.step + self.delay, given, squares)
         mean.send(piece)
         self._flying.append(piece)
 
@@ -165,6 +182,10 @@ class Divisible(Method):
         for part, mean in piece.split(means[0]):
             self.x_hat[part] += mean
         vectors = [worker.x, *self._moments(worker).values()]
+        if self._correction is not None:
+            vectors.append(self._correction.shift)
+            for part in piece.parts:
+                self._correction.shift[part] = 0
         for vector, mean, given, square in zip(vectors, means, piece.given, piece.squares, strict=True):
             for (part, new), (_, old) in zip(piece.split(mean), piece.split(given), strict=True):
                 if square:
@@ -175,7 +196,7 @@ class Divisible(Method):
                     vector[part] += new.sub_(old)
 
     def _moments(self, worker: Replica) -> dict[str, Tensor]:
-        if self.moments == "local":
+        if self.moments != "averaged":
             return {}
         moments = worker.moments()
         if not moments:
@@ -213,16 +234,19 @@ class Divisible(Method):
         return {
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
-            "residual": self._mean.residual if isinstance(self._mean, CodedMean) else None,
+            "residuals": self._mean.residuals if isinstance(self._mean, CodedMean) else [],
+            "correction": self._correction.state_dict() if self._correction is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         own = dict(saved)
         self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
-        residual, pace = own.pop("residual"), own.pop("pace")
+        residuals, correction, pace = own.pop("residuals"), own.pop("correction"), own.pop("pace")
         if isinstance(self._mean, CodedMean):
-            self._mean.residual.copy_(residual)
+            self._mean.residuals = residuals
+        if self._correction is not None:
+            self._correction.load_state_dict(correction)
         if self._pace is not None:
             self._pace.load_state_dict(pace)
         super().load_state_dict(own)
@@ -241,7 +265,3 @@ def foreground_block(step: int, d: int, ratio: int) -> slice:
         stride += 1
     start = step * stride % blocks * length
     return slice(start, min(start + length, d))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

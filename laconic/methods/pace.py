@@ -11,6 +11,7 @@ import torch
 from laconic.comm import Comm
 
 FIRST = 3  # the step measuring starts in: before, things are loaded, compiled and connected
+START = 32  # the period until one is measured
 WINDOW = 5  # steps measured at a time
 ROUNDS = 3  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
 INTERVAL = 400  # steps from one window to the next, later
@@ -20,8 +21,9 @@ MARGIN = 1.1
 class Pace:
     """Takes, in some steps, the seconds a worker computed and the seconds a piece took; gives the period."""
 
-    def __init__(self, comm: Comm, period: int, max_period: int) -> None:
-        self.period, self.max_period = period, max_period
+    def __init__(self, comm: Comm, least: int, most: int) -> None:
+        self.least, self.most = min(least, most), most
+        self.period = max(self.least, min(START, most))
         self.samples: list[list[float]] = []  # [seconds of computing, seconds of a full transfer]
         self.next_window, self.rounds = FIRST, 0
         self._comm, self._warned = comm, False
@@ -44,19 +46,19 @@ class Pace:
         self.next_window = step + (1 if self.rounds < ROUNDS else INTERVAL)
 
     def _decide(self, computing: float, transfer: float) -> None:
-        needed = max(1, math.ceil(MARGIN * transfer / max(computing, 1e-9)))
-        if needed > self.max_period and self.rounds >= ROUNDS - 1 and not self._warned:
+        needed = max(self.least, math.ceil(MARGIN * transfer / max(computing, 1e-9)))
+        if needed > self.most and self.rounds >= ROUNDS - 1 and not self._warned:
             self._warned = True
             if self._comm.rank == 0:
                 warnings.warn(
-                    f"the link is too slow for max_period={self.max_period}: sending everything takes {transfer:.3g} s "
+                    f"the link is too slow for max_period={self.most}: sending everything takes {transfer:.3g} s "
                     f"and computing a step {computing:.3g} s, so the background would need a period of {needed}; "
                     f"steps will wait for it",
                     stacklevel=2,
                 )
         # A slightly shorter period is not worth following the noise for.
         if needed > self.period or needed <= 0.8 * self.period:
-            self.period = min(needed, self.max_period)
+            self.period = min(needed, self.most)
 
     def state_dict(self) -> dict[str, object]:
         return {"period": self.period, "samples": self.samples, "next_window": self.next_window, "rounds": self.rounds}

@@ -109,11 +109,11 @@ class PlainMean:
 
 
 class CodedMean:
-    """`residual` (row): what this rank, as owner of its row, has not yet passed on of the first vector's mean."""
+    """`residuals`: for each vector but squares, what this rank as the owner of its row has not yet passed on (row)."""
 
     def __init__(self, comm: Comm, x: Tensor, compressor: Compressor) -> None:
         self.layout = Layout(x.numel(), comm.size)
-        self.residual = torch.zeros(self.layout.row, dtype=torch.float32, device=x.device)
+        self.residuals: list[Tensor] = []
         self._comm, self._compressor = comm, compressor.for_rank(comm.rank)
 
     def send(self, piece: Piece) -> None:
@@ -125,7 +125,7 @@ class CodedMean:
                 except ValueError as error:  # an entry is not finite
                     where = f"NaN or infinity on rank {self._comm.rank}"
                     raise FloatingPointError(f"background at step {piece.step}: {where} ({error})") from error
-                given.copy_(self._decode(code, given.numel(), piece, k))
+                self._decode(code, piece, k, out=given)
                 codes[owner].append(code)
         piece.pending = self._comm.all_to_all_async([torch.cat(code) for code in codes])
         piece.messages = 1
@@ -134,15 +134,11 @@ class CodedMean:
         if piece.messages == 1:
             self._pass_on(piece, piece.wait())
             return None
-        return [
-            torch.cat(
-                [
-                    self._decode(self._code(message, k, length), length, piece, k)
-                    for message, length in zip(piece.wait(), piece.lengths, strict=True)
-                ]
-            )
-            for k in range(len(piece.given))
-        ]
+        means = [torch.empty_like(given) for given in piece.given]
+        for k, mean in enumerate(means):
+            for message, (_, part) in zip(piece.wait(), piece.split(mean), strict=True):
+                self._decode(self._code(message, k, part.numel()), piece, k, out=part)
+        return means
 
     def _pass_on(self, piece: Piece, received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""
@@ -155,15 +151,17 @@ class CodedMean:
             for codes in received:
                 code = self._code(codes, k, length)
                 if square:
-                    mean += self._decode(code, length, piece, k) / len(received)
+                    mean += self._decode(code, piece, k, out=torch.empty_like(mean)) / len(received)
                 else:
                     self._compressor.decode_add(code, mean, 1 / len(received), step=piece.step)
+            if k == len(self.residuals):
+                self.residuals.append(mean.new_zeros(0 if square else self.layout.row))
             out = self._code(message, k, length)
-            if k == 0:
-                residual = self.residual[own.start - row : own.stop - row]
-                encode_with_feedback(self._compressor, mean, residual, step=piece.step, out=out)
+            if square:
+                self._compressor.encode(mean.sqrt_(), step=piece.step, out=out)
             else:
-                self._compressor.encode(mean.sqrt_() if square else mean, step=piece.step, out=out)
+                residual = self.residuals[k][own.start - row : own.stop - row]
+                encode_with_feedback(self._compressor, mean, residual, step=piece.step, out=out)
         piece.pending = self._comm.all_gather_async(message)
         piece.messages = 2
 
@@ -172,7 +170,7 @@ class CodedMean:
         nbytes = self._compressor.nbytes(length)
         return message[k * nbytes : (k + 1) * nbytes]
 
-    def _decode(self, code: Tensor, length: int, piece: Piece, k: int) -> Tensor:
+    def _decode(self, code: Tensor, piece: Piece, k: int, out: Tensor) -> Tensor:
         """What a code of vector k stands for: of the root, where the vector is a square."""
-        decoded = self._compressor.decode(code, length, step=piece.step)
-        return decoded.square_() if piece.squares[k] else decoded
+        self._compressor.decode(code, out.numel(), step=piece.step, out=out)
+        return out.square_() if piece.squares[k] else out

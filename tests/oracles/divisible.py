@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import Optimize, build_model, flat, train_step
+from tests.helpers import Optimize, build_model, flat, loss
 
 
 def foreground_blocks(d: int, ratio: int) -> list[range]:
@@ -31,11 +31,20 @@ def divisible(
     pieces = [list(range(d)[i : i + -(-d // period)]) for i in range(0, d, -(-d // period))] if period else []
     e = [torch.zeros(d) for _ in range(workers)]
     s = [torch.zeros(d) for _ in range(workers)]
+    g = [torch.zeros(d) for _ in range(workers)]  # sum of the own gradients since they were last sent
+    last = torch.zeros(d)  # the step in which they were
+    shift = [torch.zeros(d) for _ in range(workers)]
     flying: list[tuple[int, list[int], list[Tensor], list[dict[str, Tensor]]]] = []
     path = []
     for step in range(1, steps + 1):
         for i in range(workers):
-            train_step(models[i], optimizers[i], i, step - 1)
+            loss(models[i], i, step - 1).backward()
+            if moments == "corrected":
+                g[i] += torch.cat([p.grad.reshape(-1) for p in models[i].parameters()])
+                for p, part in zip(models[i].parameters(), split(shift[i], models[i]), strict=True):
+                    p.grad += part
+            optimizers[i].step()
+            optimizers[i].zero_grad()
             moved = flat(models[i])
             e[i] += moved - x[i]
             x[i] = moved
@@ -54,6 +63,9 @@ def divisible(
                 s[i][piece] -= sent[i]
                 for name, snapshot in snapshots[i].items():
                     average = torch.stack([other[name] for other in snapshots]).mean(0)
+                    if name == "gradient":
+                        shift[i][piece] = average - snapshot
+                        continue
                     now = moment(models[i], optimizers[i], name)
                     new = now[piece] + average - snapshot
                     if name == "exp_avg_sq":
@@ -68,7 +80,11 @@ def divisible(
             snapshots = [
                 {name: moment(models[i], optimizers[i], name)[piece] for name in names} for i in range(workers)
             ]
+            if moments == "corrected":
+                snapshots = [{"gradient": g[i][piece] / (step - last[piece])} for i in range(workers)]
+                last[piece] = step
             for i in range(workers):
+                g[i][piece] = 0
                 s[i][piece] += e[i][piece]
                 e[i][piece] = 0
             flying.append((step, piece, sent, snapshots))
@@ -91,6 +107,11 @@ def moment(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> Ten
 
 
 def set_moment(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, value: Tensor) -> None:
+    for p, part in zip(model.parameters(), split(value, model), strict=True):
+        optimizer.state[p][name] = part.clone()
+
+
+def split(vector: Tensor, model: nn.Module) -> list[Tensor]:
     parameters = list(model.parameters())
-    for p, part in zip(parameters, value.split([p.numel() for p in parameters]), strict=True):
-        optimizer.state[p][name] = part.view_as(p).clone()
+    parts = vector.split([p.numel() for p in parameters])
+    return [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
