@@ -15,7 +15,7 @@ from tests.helpers import OPTIMIZERS, batch, build_model, rank, train, train_alo
 CASES: dict[str, laconic.Method] = {
     "allreduce": laconic.AllReduce(),
     "local_sgd": laconic.LocalSGD(period=3, moments="averaged"),
-    "divisible": laconic.Divisible(ratio=8, period=3, delay=2),
+    "divisible": laconic.Divisible(ratio=8, period=3, background=None, delay=2),
 }
 # Methods that lose nothing: the mean of the models moves by exactly the mean of the own steps.
 LOSSLESS = ["allreduce", "local_sgd", "divisible"]

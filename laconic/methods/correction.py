@@ -33,24 +33,27 @@ class Correction:
         """The mean own gradient of the next columns since they were last taken."""
         lengths = [part.stop - part.start for part in parts]
         mean = torch.cat([self.total[part] for part in parts])
-        steps = self._pass(lengths[0], step)
+        turns = self._pass(lengths[0], step)
         for part, own in zip(parts, torch.split(mean, lengths), strict=True):
-            own /= steps[: own.numel()]
             self.total[part] = 0
+            first = 0
+            for columns, last in turns:
+                own[first : first + columns] /= step - last
+                first += columns
         return mean
 
-    def _pass(self, columns: int, step: int) -> Tensor:
-        """How many steps ago each of the next columns was last sent."""
+    def _pass(self, columns: int, step: int) -> list[list[int]]:
+        """The turns of the next columns: how many, and the step they were last sent in."""
         passed, left = [], columns
         while left:
             number, last = self._turns.pop(0)
             taken = min(number, left)
-            passed.append([taken, step - last])
+            passed.append([taken, last])
             left -= taken
             if taken < number:
                 self._turns.insert(0, [number - taken, last])
         self._turns.append([columns, step])
-        return torch.cat([self.shift.new_full((number,), steps) for number, steps in passed])
+        return passed
 
     def state_dict(self) -> dict[str, Any]:
         return {"total": self.total, "shift": self.shift, "turns": self._turns}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Comm
-from laconic.compress import Compressor
+from laconic.compress import Compressor, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.correction import Correction
 from laconic.methods.pace import Pace
@@ -24,6 +24,7 @@ from laconic.methods.pieces import CodedMean, Mean, Piece, PlainMean
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
 # The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
 LEAST_PLAIN, LEAST_CODED = 2, 4
+FOUR_BITS = Uniform(bits=4)
 SMOOTHING = 0.9  # of the metrics, from step to step
 
 
@@ -42,8 +43,8 @@ class Divisible(Method):
         moments: what the optimizer's state (Adam's m and v) is made of. "local": of the worker's own gradients. For
             workers that hold different kinds of data, "corrected": of gradients corrected by the stale mean gradient,
             which travels in the background too and makes it twice as large; or "averaged": the state itself is
-            averaged in the background, which for Adam makes it three times as large.
-        background: a compressor for the background, with error feedback.
+            averaged in the background, which for Adam makes it three times as large, and takes no compressor.
+        background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it. A mean of codes takes two messages.
 
@@ -56,7 +57,7 @@ class Divisible(Method):
     ratio: int = 1024
     period: int | Literal["auto"] | None = "auto"
     moments: Literal["local", "corrected", "averaged"] = "local"
-    background: Compressor | None = None
+    background: Compressor | None = FOUR_BITS
     max_period: int = 128
     delay: int = 1
 
@@ -77,6 +78,11 @@ class Divisible(Method):
         check_choice("moments", self.moments, ("local", "corrected", "averaged"))
         if self.background is not None and not isinstance(self.background, Compressor):
             raise ValueError(f"background must be a compressor or None, not {self.background!r}")
+        if self.background is not None and self.moments == "averaged":
+            raise ValueError(
+                f"moments='averaged' needs background=None, not {self.background!r}: Adam's v does not survive coding; "
+                f"moments='corrected' takes any compressor"
+            )
         check_count("max_period", self.max_period)
         check_count("delay", self.delay)
 
@@ -153,14 +159,11 @@ class Divisible(Method):
         stop = min(self.column + -(-row // self._period()), row)
         parts = mean.layout.parts(self.column, stop)
         self.column = stop % row
-        given, squares = [self.residual(worker.x, parts)], [False]
-        for name, vector in self._moments(worker).items():
-            given.append(torch.cat([vector[part] for part in parts]))
-            squares.append(name in SQUARES)
+        given = [self.residual(worker.x, parts)]
+        given += [torch.cat([vector[part] for part in parts]) for vector in self._moments(worker).values()]
         if self._correction is not None:
             given.append(self._correction.take(parts, worker.step))
-            squares.append(False)
-        piece = Piece(parts, worker.step, worker.step + self.delay, given, squares)
+        piece = Piece(parts, worker.step, worker.step + self.delay, given)
         mean.send(piece)
         self._flying.append(piece)
 
@@ -181,14 +184,14 @@ class Divisible(Method):
     def _apply(self, worker: Replica, piece: Piece, means: list[Tensor]) -> None:
         for part, mean in piece.split(means[0]):
             self.x_hat[part] += mean
-        vectors = [worker.x, *self._moments(worker).values()]
+        vectors = {"x": worker.x, **self._moments(worker)}
         if self._correction is not None:
-            vectors.append(self._correction.shift)
+            vectors["shift"] = self._correction.shift
             for part in piece.parts:
                 self._correction.shift[part] = 0
-        for vector, mean, given, square in zip(vectors, means, piece.given, piece.squares, strict=True):
+        for (name, vector), mean, given in zip(vectors.items(), means, piece.given, strict=True):
             for (part, new), (_, old) in zip(piece.split(mean), piece.split(given), strict=True):
-                if square:
+                if name in SQUARES:
                     # Stale news may ask for less than nothing. Never fall to near 0: Adam divides by its root.
                     floor = 0.1 * torch.maximum(vector[part], new)
                     vector[part] = torch.maximum(vector[part] + new - old, floor)

@@ -50,7 +50,6 @@ class Piece:
     step: int  # in which it was sent
     due: int  # the step in which the message on its way is waited for
     given: list[Tensor]  # of each vector, this rank's share in the mean, part after part
-    squares: list[bool]  # of each vector: none of it is negative, and it is a square in spirit, as Adam's v
     messages: int = 0  # sent so far
     pending: Pending[Any] | None = None
 
@@ -73,7 +72,6 @@ class Piece:
             "step": self.step,
             "due": self.due,
             "given": self.given,
-            "squares": self.squares,
             "messages": self.messages,
             "received": self.wait(),
         }
@@ -81,7 +79,7 @@ class Piece:
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any]) -> Piece:
         parts = [slice(start, stop) for start, stop in saved["parts"]]
-        rest = {name: saved[name] for name in ("step", "due", "given", "squares", "messages")}
+        rest = {name: saved[name] for name in ("step", "due", "given", "messages")}
         return cls(parts, **rest, pending=Arrived(saved["received"]))
 
 
@@ -109,7 +107,7 @@ class PlainMean:
 
 
 class CodedMean:
-    """`residuals`: for each vector but squares, what this rank as the owner of its row has not yet passed on (row)."""
+    """`residuals`: of each vector, what this rank as the owner of its row has not yet passed on (row)."""
 
     def __init__(self, comm: Comm, x: Tensor, compressor: Compressor) -> None:
         self.layout = Layout(x.numel(), comm.size)
@@ -118,14 +116,14 @@ class CodedMean:
 
     def send(self, piece: Piece) -> None:
         codes: list[list[Tensor]] = [[] for _ in piece.parts]  # by owner, then vector
-        for k, square in enumerate(piece.squares):
-            for owner, (_, given) in enumerate(piece.split(piece.given[k])):
+        for vector in piece.given:
+            for owner, (_, given) in enumerate(piece.split(vector)):
                 try:
-                    code = self._compressor.encode(given.sqrt() if square else given, step=piece.step)
+                    code = self._compressor.encode(given, step=piece.step)
                 except ValueError as error:  # an entry is not finite
                     where = f"NaN or infinity on rank {self._comm.rank}"
                     raise FloatingPointError(f"background at step {piece.step}: {where} ({error})") from error
-                self._decode(code, piece, k, out=given)
+                self._compressor.decode(code, given.numel(), step=piece.step, out=given)
                 codes[owner].append(code)
         piece.pending = self._comm.all_to_all_async([torch.cat(code) for code in codes])
         piece.messages = 1
@@ -137,7 +135,8 @@ class CodedMean:
         means = [torch.empty_like(given) for given in piece.given]
         for k, mean in enumerate(means):
             for message, (_, part) in zip(piece.wait(), piece.split(mean), strict=True):
-                self._decode(self._code(message, k, part.numel()), piece, k, out=part)
+                code = self._code(message, k, part.numel())
+                self._compressor.decode(code, part.numel(), step=piece.step, out=part)
         return means
 
     def _pass_on(self, piece: Piece, received: list[Tensor]) -> None:
@@ -146,22 +145,16 @@ class CodedMean:
         length, row = own.stop - own.start, self._comm.rank * self.layout.row
         # Rows end at different columns, and a gather takes messages of one length.
         message = received[0].new_zeros(len(piece.given) * self._compressor.nbytes(max(piece.lengths)))
-        for k, square in enumerate(piece.squares):
+        for k in range(len(piece.given)):
             mean = torch.zeros(length, dtype=torch.float32, device=message.device)
             for codes in received:
                 code = self._code(codes, k, length)
-                if square:
-                    mean += self._decode(code, piece, k, out=torch.empty_like(mean)) / len(received)
-                else:
-                    self._compressor.decode_add(code, mean, 1 / len(received), step=piece.step)
+                self._compressor.decode_add(code, mean, 1 / len(received), step=piece.step)
             if k == len(self.residuals):
-                self.residuals.append(mean.new_zeros(0 if square else self.layout.row))
+                self.residuals.append(mean.new_zeros(self.layout.row))
+            residual = self.residuals[k][own.start - row : own.stop - row]
             out = self._code(message, k, length)
-            if square:
-                self._compressor.encode(mean.sqrt_(), step=piece.step, out=out)
-            else:
-                residual = self.residuals[k][own.start - row : own.stop - row]
-                encode_with_feedback(self._compressor, mean, residual, step=piece.step, out=out)
+            encode_with_feedback(self._compressor, mean, residual, step=piece.step, out=out)
         piece.pending = self._comm.all_gather_async(message)
         piece.messages = 2
 
@@ -169,8 +162,3 @@ class CodedMean:
         """The code of vector k in a message about `length` coordinates."""
         nbytes = self._compressor.nbytes(length)
         return message[k * nbytes : (k + 1) * nbytes]
-
-    def _decode(self, code: Tensor, piece: Piece, k: int, out: Tensor) -> Tensor:
-        """What a code of vector k stands for: of the root, where the vector is a square."""
-        self._compressor.decode(code, out.numel(), step=piece.step, out=out)
-        return out.square_() if piece.squares[k] else out
