@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,11 @@ class Identity(Compressor):
         target.view(torch.uint8).copy_(code)
 
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
-        values = view_as(code, torch.float32)
-        target.add_(values if scale == 1.0 else values * scale)
+        kernels = kernels_for(code, target)
+        if kernels:
+            kernels.dense.add_scaled(view_as(code, torch.float32).numpy(), target.numpy(), np.float32(scale))
+        else:
+            super()._decode_add(code, target, scale, step)
 
     def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
         if residual.dtype != torch.float32:
@@ -76,7 +80,7 @@ class Half(Compressor):
         kernels = kernels_for(code, target)
         if kernels:
             halves = view_as(code, torch.uint16).numpy()
-            kernels.dense.add_half(halves, self.format == "bf16", target.numpy(), kernels.dense.np.float32(scale))
+            kernels.dense.add_half(halves, self.format == "bf16", target.numpy(), np.float32(scale))
         else:
             super()._decode_add(code, target, scale, step)
 

@@ -24,6 +24,5 @@ def encode_with_feedback(
             raise ValueError(f"x must have as many entries as residual, {residual.numel()}, not {x.numel()}")
         x = as_float32(x) if residual.dtype == torch.float32 else x.detach().reshape(-1).to(torch.float64)
     out = compressor._place_for_code(residual.numel(), residual.device, out)
-    with torch.no_grad():
-        compressor._encode_with_feedback(x, residual, out, step)
+    compressor._encode_with_feedback(x, residual.detach(), out, step)
     return out

@@ -114,7 +114,8 @@ class Uniform(Blockwise):
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
         enlarge = torch.where(scales < 2.0**-60, 2.0**64, 1.0).float()  # keeps steps finite, and is exact
-        steps = torch.where(scales > 0, self._top / (scales * enlarge), 0.0).float()
+        # A tensor on top: number / tensor would take the reciprocal first and round twice.
+        steps = torch.where(scales > 0, torch.full_like(scales, self._top) / (scales * enlarge), 0.0)
         moved = (p * enlarge) * steps
         if self.stochastic:
             moved = (moved + chances(key, p.shape[0], p.shape[1], p.device)).clamp(-self._top, self._top)

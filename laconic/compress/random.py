@@ -1,5 +1,7 @@
 """Randomness without state: numbers as a function of (seed, step, index), the same on all devices and in all runs."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
+@functools.lru_cache(maxsize=1024)
 def mix(*numbers: int) -> int:
     """A key of 64 bits that depends on all numbers and on their order."""
     key = 0
@@ -28,8 +31,8 @@ def permuted(position: int, size: int, key: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = position >> half, position & mask
-        for rounds in range(6):
-            left, right = right, left ^ (mix(key, rounds, right) & mask)
+        for rounds in range(4):
+            left, right = right, left ^ (splitmix64(key ^ (right << 2 | rounds)) & mask)
         position = left << half | right
         if position < size:
             return position

@@ -13,7 +13,7 @@ from laconic.compress.random import mix, permuted
 class RandomBlock(Compressor):
     """⌈numel/ratio⌉ consecutive entries, chosen by `seed` and step, in full precision.
 
-    A cycle of at most `ratio` steps visits each block, and so each entry, exactly once, in an order of its own. All
+    A cycle of at most ⌈ratio⌉ steps visits each block, and so each entry, exactly once, in an order of its own. All
     codes have one size; where the vector does not divide evenly, the code of its last block ends in zeros.
     """
 
@@ -44,10 +44,15 @@ class RandomBlock(Compressor):
 
     def _encode(self, x: Tensor, out: Tensor, step: int) -> None:
         start, stop = self.bounds(x.numel(), step)
-        check_finite(x[start:stop])
-        used = 4 * (stop - start)
-        out[:used] = x[start:stop].view(torch.uint8)
-        out[used:] = 0
+        self._write(x[start:stop], out)
+
+    def _write(self, values: Tensor, out: Tensor) -> None:
+        check_finite(values)
+        used = 4 * values.numel()
+        if used < out.numel():
+            out[used:] = 0
+            out = out[:used]
+        out.copy_(values.view(torch.uint8))
 
     def _values(self, code: Tensor, numel: int, step: int) -> tuple[int, int, Tensor]:
         start, stop = self.bounds(numel, step)
@@ -71,6 +76,7 @@ class RandomBlock(Compressor):
         if x is not None:
             check_sum_finite(x, residual)
             residual.add_(x)
-        self._encode(residual, out, step)
         start, stop = self.bounds(residual.numel(), step)
-        residual[start:stop] = 0.0
+        values = residual[start:stop]
+        self._write(values, out)
+        values.zero_()

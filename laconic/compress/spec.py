@@ -42,24 +42,17 @@ def parse(text: str) -> Compressor:
 
 
 def spec(compressor: Compressor) -> str:
-    """The shortest text that `parse` turns back into `compressor`."""
+    """The text that `parse` turns back into `compressor`: what it is known by, then what differs from the defaults."""
     name = next(name for name, cls in NAMES.items() if type(compressor) is cls)
     words = [name]
-    in_order = True
-    for field in _fields(type(compressor)):
+    for place, field in enumerate(_fields(type(compressor))):
         value = getattr(compressor, field.name)
-        if value == field.default and (not in_order or not _shown(name, field)):
-            in_order = False
-        elif field.type is bool:
-            words.append(field.name if in_order and value else f"{field.name}={value}")
-        else:
-            words.append(str(value) if in_order else f"{field.name}={value}")
+        if field.name in ("bits", "ratio"):
+            words.append(str(value))
+        elif value != field.default:
+            in_order = place == len(words) - 1 and field.name in ("stochastic", "format")
+            words.append((field.name if value is True else str(value)) if in_order else f"{field.name}={value}")
     return ":".join(words)
-
-
-def _shown(name: str, field: Field[Any]) -> bool:
-    """Whether a setting is part of the name by which people know a compressor, even at its default."""
-    return (name, field.name) in {("log", "bits"), ("uniform", "bits"), ("topk", "ratio"), ("randomblock", "ratio")}
 
 
 def _fields(cls: type[Compressor]) -> tuple[Field[Any], ...]:

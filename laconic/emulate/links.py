@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import ceil
 
 MAX_HOSTS = 64
-PACKET_NBYTES = 1500  # a full IP packet
-FRAME_NBYTES = 1514  # and its Ethernet frame, which is what the shaper counts
+FRAME_NBYTES = 1514  # a full Ethernet frame, as the shaper counts it
+PAYLOAD_NBYTES = 1448  # and what TCP carries in it
 
 _GRAMMAR = "RATE[+DELAY][+LOSS], as in 100mbit, 2.5gbit or 10mbit+20ms+1%"
 _PATTERN = re.compile(
@@ -22,7 +22,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0}
 class Link:
     """One host's cable to the switch: the same rate, delay and loss in each direction.
 
-    The rate is that of IP packets of full size, which leaves TCP 1448/1500 = 96.5 % of it.
+    The rate is what one TCP transfer gets, as a speed test would show it; with headers 4.6 % more pass on the wire.
     """
 
     bits_per_second: int
@@ -43,8 +43,8 @@ class Link:
 
     @property
     def frame_bytes_per_second(self) -> int:
-        """The rate as the shaper counts it."""
-        return round(self.bits_per_second / 8 * FRAME_NBYTES / PACKET_NBYTES)
+        """The rate with all headers, as the shaper counts it."""
+        return round(self.bits_per_second / 8 * FRAME_NBYTES / PAYLOAD_NBYTES)
 
     @property
     def burst_nbytes(self) -> int:

@@ -98,18 +98,24 @@ class Network:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        try:
+            self.hosts = self._make_hosts(self._holder.pid)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _make_hosts(self, holder_pid: int) -> list[Host]:
         addresses = [f"10.77.0.{index}" for index in range(1, len(self.links) + 1)]
         made = self._ask([_describe(*pair) for pair in zip(self.links, addresses, strict=True)])
         if "error" in made:
-            self.close()
             raise _cannot(made["error"])
-        held = f"/proc/{self._holder.pid}/fd"
+        held = f"/proc/{holder_pid}/fd"
         user = None if made["user"] is None else Namespace.at(f"{held}/{made['user']}")
-        self.hosts = [
+        return [
             Host(address, "eth0", Namespace.at(f"{held}/{descriptor}"), user)
             for address, descriptor in zip(addresses, made["namespaces"], strict=True)
         ]
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

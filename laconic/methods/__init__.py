@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from laconic.method import Method
+from laconic.methods.adpsgd import ADPSGD as ADPSGD
 from laconic.methods.allreduce import AllReduce as AllReduce
 from laconic.methods.divisible import Divisible as Divisible
+from laconic.methods.efficient_adam import EfficientAdam as EfficientAdam
 from laconic.methods.local_sgd import LocalSGD as LocalSGD
+from laconic.methods.qsgd import QSGD as QSGD
 from laconic.names import look_up
 
 METHODS: dict[str, type[Method]] = {
     "allreduce": AllReduce,
     "local_sgd": LocalSGD,
+    "qsgd": QSGD,
+    "adpsgd": ADPSGD,
+    "efficient_adam": EfficientAdam,
     "divisible": Divisible,
 }
 

@@ -18,15 +18,15 @@ from laconic.tasks.task import Batch, Shard, Task, device_of, evaluating
 from laconic.tasks.transformer import CharacterModel
 
 ALPHABET = 65
-CONTEXT = 128
+CONTEXT = 64
 EVALUATION_WINDOWS = 256
 
 
 @dataclass(frozen=True)
 class Shakespeare(Task):
-    """A GPT of 4 layers, width 128 and context 128, 0.83 M parameters.
+    """A GPT of 4 layers, width 128 and context 64, 0.83 M parameters.
 
-    A sample is a window of 128 characters; windows do not overlap. `contiguous` gives each worker a stretch of the
+    A sample is a window of 64 characters; windows do not overlap. `contiguous` gives each worker a stretch of the
     plays. `evaluate` takes 256 windows spread evenly over the last tenth of the text.
     """
 
@@ -43,7 +43,7 @@ class Shakespeare(Task):
     steps: int = 500
 
     def build_model(self) -> nn.Module:
-        return CharacterModel(ALPHABET, CONTEXT, width=128, layers=4, heads=4)
+        return CharacterModel(ALPHABET, width=128, layers=4, heads=4)
 
     def load(self, rank: int, size: int, seed: int) -> Shard:
         characters = text.SHAKESPEARE.arrays()["train"]

@@ -86,17 +86,16 @@ class Block(nn.Module):
 class CharacterModel(nn.Module):
     """A GPT: (batch, length) numbers of characters to (batch, length, alphabet) logits of the next."""
 
-    def __init__(self, alphabet: int, context: int, width: int, layers: int, heads: int) -> None:
+    def __init__(self, alphabet: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(alphabet, width)
-        self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, alphabet, bias=False)
         initialise(self, layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x) + self.position.weight[: x.shape[1]]
+        h = embed(self.embedding, x)
         for block in self.blocks:
             h = block(h, causal=True)
         logits: Tensor = self.head(self.norm(h))
@@ -112,7 +111,6 @@ class Translator(nn.Module):
     def __init__(self, pieces: int, pad: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.pad = pad
-        self.width = width
         self.embedding = nn.Embedding(pieces, width)
         self.encoder = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.encoder_norm = nn.LayerNorm(width)
@@ -122,7 +120,7 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         memories, mask = self._encode(source)
-        h = self._embed(target, 0)
+        h = embed(self.embedding, target)
         for block, memory in zip(self.decoder, memories, strict=True):
             h = block(h, causal=True, memory=memory, memory_mask=mask)
         return F.linear(self.decoder_norm(h), self.embedding.weight)
@@ -135,7 +133,7 @@ class Translator(nn.Module):
         finished = torch.zeros_like(piece, dtype=torch.bool)
         out: list[Tensor] = []
         for position in range(limit):
-            h = self._embed(piece, position)
+            h = embed(self.embedding, piece, position)
             for i, block in enumerate(self._decoder_blocks()):
                 h, pasts[i] = block.step(h, pasts[i], memories[i], mask)
             piece = F.linear(self.decoder_norm(h), self.embedding.weight).argmax(dim=-1)
@@ -149,7 +147,7 @@ class Translator(nn.Module):
     def _encode(self, source: Tensor) -> tuple[list[KeysValues], Tensor]:
         """What each decoder block attends to, and where there is something, (batch, 1, 1, s)."""
         mask = (source != self.pad)[:, None, None, :]
-        h = self._embed(source, 0)
+        h = embed(self.embedding, source)
         for block in self.encoder:
             h = block(h, mask=mask)
         h = self.encoder_norm(h)
@@ -158,23 +156,21 @@ class Translator(nn.Module):
     def _decoder_blocks(self) -> list[Block]:
         return [block for block in self.decoder if isinstance(block, Block)]
 
-    def _embed(self, pieces: Tensor, start: int) -> Tensor:
-        embedded: Tensor = self.embedding(pieces) * math.sqrt(self.width)
-        return embedded + sinusoids(start, pieces.shape[1], self.width).to(embedded)
 
-
-def sinusoids(start: int, length: int, width: int) -> Tensor:
-    """Vaswani et al. 2017, (length, width) for the positions from `start`."""
-    position = torch.arange(start, start + length, dtype=torch.float32)[:, None]
-    frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
-    return torch.cat([torch.sin(position * frequency), torch.cos(position * frequency)], dim=1)
+def embed(embedding: nn.Embedding, numbers: Tensor, start: int = 0) -> Tensor:
+    """Vaswani et al. 2017: embeddings of unit size plus sinusoids of the positions from `start`."""
+    width = embedding.embedding_dim
+    embedded: Tensor = embedding(numbers) * math.sqrt(width)
+    position = torch.arange(start, start + numbers.shape[1], dtype=torch.float32)[:, None]
+    phase = position * torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
+    return embedded + torch.cat([torch.sin(phase), torch.cos(phase)], dim=1).to(embedded)
 
 
 def initialise(model: nn.Module, layers: int) -> None:
-    """Radford et al. 2019: weights N(0, 0.02²), smaller by √(2 layers) where they enter the residual stream."""
+    """Weights N(0, 1 / inputs), smaller by √(2 layers) where they enter the residual stream (Radford et al. 2019)."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             into_residual = name.endswith((".out", ".feed.2"))
-            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
+            nn.init.normal_(module.weight, std=(module.weight.shape[1] * (2 * layers if into_residual else 1)) ** -0.5)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -14,12 +15,13 @@ from torch.nn import functional as F
 from laconic.tasks.data import text
 from laconic.tasks.data.bpe import BEGIN, END, PAD, decode
 from laconic.tasks.data.dataset import Arrays
-from laconic.tasks.order import Indices, Order
+from laconic.tasks.order import Indices, Order, generator
 from laconic.tasks.partition import deal, parse_partition
 from laconic.tasks.task import Batch, Shard, Task, device_of, evaluating
 from laconic.tasks.transformer import Translator
 
-LONGEST = 64
+LONGEST = 48
+POOL = 16
 EVALUATION_BATCH = 125
 
 
@@ -27,7 +29,7 @@ EVALUATION_BATCH = 125
 class Translate(Task):
     """An encoder-decoder of 2 + 2 layers and width 128 over 4096 pieces common to both languages, 1.45 M parameters.
 
-    A sample is a pair of sentences, cut at 64 pieces. `evaluate` decodes the 1000 captions of the 2016 test greedily.
+    A sample is a pair of sentences, cut at 48 pieces. `evaluate` decodes the 1000 captions of the 2016 test greedily.
     """
 
     name: ClassVar[str] = "translate"
@@ -49,7 +51,7 @@ class Translate(Task):
         arrays = text.MULTI30K.arrays()
         pairs = np.zeros(len(arrays["train_source_offsets"]) - 1, np.int64)
         samples = deal(parse_partition(self.partition), pairs, rank, size, seed)
-        return Pairs(arrays, Order(samples, self.batch_size, seed, rank))
+        return Pairs(arrays, Order(samples, self.batch_size, seed, rank), seed)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return cross_entropy(model, batch, label_smoothing=0.1)
@@ -97,13 +99,26 @@ def sentences(arrays: Arrays, name: str, chosen: Indices) -> Tensor:
     return torch.from_numpy(padded)
 
 
-@dataclass(frozen=True)
 class Pairs:
-    """One worker's pairs of sentences."""
+    """One worker's pairs of sentences, those of like length together.
 
-    arrays: Arrays
-    order: Order
+    The pairs of POOL successive batches are sorted by length and cut into batches again, or half of each would be
+    padding. All workers take the long and the short batches of a pool at the same steps, so none waits for another.
+    """
+
+    def __init__(self, arrays: Arrays, order: Order, seed: int) -> None:
+        self.arrays = arrays
+        lengths = np.diff(arrays["train_target_offsets"])
+
+        @lru_cache(maxsize=2)
+        def pool(number: int) -> list[Indices]:
+            chosen = np.concatenate([order(number * POOL + i) for i in range(POOL)])
+            batches = np.split(chosen[np.argsort(lengths[chosen], kind="stable")], POOL)
+            return [batches[i] for i in generator("pool", seed, number).permutation(POOL)]
+
+        self._pool = pool
 
     def batch(self, step: int) -> Batch:
-        chosen = self.order(step)
+        number, place = divmod(step, POOL)
+        chosen = self._pool(number)[place]
         return tuple(sentences(self.arrays, f"train_{side}", chosen) for side in ("source", "target"))

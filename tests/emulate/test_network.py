@@ -153,7 +153,7 @@ def test_inside_a_host_there_is_its_link_and_no_way_out(network: Network) -> Non
 
 def test_each_link_is_shaped_both_ways_at_its_own_rate(network: Network) -> None:
     expected = [(link.frame_bytes_per_second, link.queue_nbytes, link.frames_per_segment) for link in network.links]
-    assert [round(rate * 8 / 1e6) for rate, _, _ in expected] == [101, 20, 1009]
+    assert [round(rate * 8 / 1e6) for rate, _, _ in expected] == [105, 21, 1046]
     assert [answer(shapers, host) for host in network.hosts] == [{"eth0": shaper} for shaper in expected]
     assert network._holder is not None
     switch = Namespace.at(f"/proc/{network._holder.pid}/ns/net")

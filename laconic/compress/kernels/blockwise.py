@@ -35,6 +35,7 @@ SIGN_KIND, LOG_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(4)
 LANES = (
     16  # partial sums of a block's mean magnitude; part of the definition of `Sign`, for the sum depends on its order
 )
+EXPONENT = np.int32(-0x800000)  # sign and exponent
 MINUS_ZERO = np.float32(-0.0)  # x + -0.0 is x, also for x = -0.0
 MAGIC = np.float32(12582912.0)  # 1.5·2²³: adding it rounds to an integer, half to even, and leaves it in the low bits
 TINY = np.float32(2.0**-60)
@@ -84,12 +85,12 @@ def sign_block(x, r, scale, codes):
 
 
 @njit(nogil=True, cache=True)
-def log_block(x, r, scale, bits, codes):
+def log_block(x, r, scale, bits, uppers, codes):
     levels = np.int32((1 << (bits - 1)) - 1)
-    negative = np.int32(1 << (bits - 1))
     largest = bits_of(scale)
     if largest < np.int32((levels + 1) << 23):
-        return log_block_near_zero(x, r, scale, bits, codes)
+        log_block_near_zero(x, r, scale, bits, codes)
+        return
     # The smallest fp32 number that is at least ¾ of the scale, where the top level begins. Each level below begins at
     # half of the one above it: in bits, one exponent (1 << 23) less. The lowest one reaches down to half of itself.
     exact = 0.75 * np.float64(scale)
@@ -97,19 +98,29 @@ def log_block(x, r, scale, bits, codes):
     top = bits_of(rounded)
     if np.float64(rounded) < exact:
         top = np.int32(top + 1)
+    lowest = np.int32(top - ((levels - 1) << 23))
     below = np.int32(largest - (levels << 23))
+    # Without the mantissa of `top`, what begins a level is an exponent, and the rest of the bits can be cut off.
+    mantissa = np.int32(top & np.int32(0x7FFFFF))
+    shift = np.int32(largest - np.int32(top - mantissa))
     for i in range(x.size):
         p = x[i] + r[i]
         pattern = bits_of(p)
-        magnitude = np.int32(pattern & MAGNITUDE)
-        index = np.int32(np.int32(np.int32(magnitude - top) >> 23) + levels)
-        index = np.int32(1) if index < np.int32(1) else index
-        level = np.int32(below + np.int32(index << 23))
-        index = index if magnitude >= below else np.int32(0)
+        magnitude = and32(pattern, MAGNITUDE)
+        raised = lowest if magnitude < lowest else magnitude
+        level = add32(and32(np.int32(raised - mantissa), EXPONENT), shift)
         level = level if magnitude >= below else np.int32(0)
-        r[i] = p - float_of(np.int32(level | np.int32(pattern & SIGN)))
-        codes[i] = np.uint8(np.int32(index | np.int32(np.int32(pattern >> 31) & negative)))
-    return None
+        signed = np.int32(level | and32(pattern, SIGN))
+        r[i] = p - float_of(signed)
+        uppers[i] = np.uint16(np.uint32(signed) >> np.uint32(16))
+    # The code of a level is its exponent above that of `below`. Upper halves hold all of that, twice as many a vector.
+    zero = np.uint16(below >> 23)
+    negative = np.uint16(1 << (bits - 1))
+    for i in range(x.size):
+        exponent = np.uint16(np.uint16(uppers[i] & np.uint16(0x7FFF)) >> np.uint16(7))
+        index = np.uint16((exponent if exponent > zero else zero) - zero)
+        sign = negative if uppers[i] >= np.uint16(0x8000) else np.uint16(0)
+        codes[i] = np.uint8(np.uint16(index | sign))
 
 
 @njit(nogil=True, cache=True)
@@ -135,9 +146,17 @@ def log_block_near_zero(x, r, scale, bits, codes):
 
 
 @njit(nogil=True, cache=True)
+def saturated(code):
+    """A code as a byte. It is in range anyway; the bounds let the compiler use the processor's saturating packs."""
+    code = np.int32(0) if code < np.int32(0) else code
+    return np.uint8(np.int32(255) if code > np.int32(255) else code)
+
+
+@njit(nogil=True, cache=True)
 def uniform_block(x, r, scale, bits, codes):
     if scale < TINY:
-        return uniform_block_near_zero(x, r, scale, bits, False, np.uint64(0), codes)
+        uniform_block_near_zero(x, r, scale, bits, False, np.uint64(0), codes)
+        return
     levels = np.float32((1 << (bits - 1)) - 1)
     steps = levels / scale
     unit = np.float32(1.0) / levels
@@ -146,15 +165,15 @@ def uniform_block(x, r, scale, bits, codes):
         p = x[i] + r[i]
         shifted = p * steps + MAGIC
         r[i] = p - ((shifted - MAGIC) * unit) * scale
-        codes[i] = np.uint8(np.int32(bits_of(shifted) + offset))
-    return None
+        codes[i] = saturated(add32(bits_of(shifted), offset))
 
 
 @njit(nogil=True, cache=True)
 def uniform_stochastic_block(x, r, scale, bits, key, codes):
     """Add a chance of ±½ step before rounding, so that the mean is right."""
     if scale < TINY:
-        return uniform_block_near_zero(x, r, scale, bits, True, key, codes)
+        uniform_block_near_zero(x, r, scale, bits, True, key, codes)
+        return
     levels = np.float32((1 << (bits - 1)) - 1)
     steps = levels / scale
     unit = np.float32(1.0) / levels
@@ -167,8 +186,7 @@ def uniform_stochastic_block(x, r, scale, bits, key, codes):
         moved = -levels if moved < -levels else moved
         shifted = moved + MAGIC
         r[i] = p - ((shifted - MAGIC) * unit) * scale
-        codes[i] = np.uint8(np.int32(bits_of(shifted) + offset))
-    return None
+        codes[i] = saturated(add32(bits_of(shifted), offset))
 
 
 @njit(nogil=True, cache=True)
@@ -234,11 +252,11 @@ def find_scales(kind, block, x, residual, feedback, scales):
 
 
 @njit(nogil=True, cache=True)
-def quantize_block(kind, bits, x, r, scale, key, codes):
+def quantize_block(kind, bits, x, r, scale, key, uppers, codes):
     if kind == SIGN_KIND:
         sign_block(x, r, scale, codes)
     elif kind == LOG_KIND:
-        log_block(x, r, scale, bits, codes)
+        log_block(x, r, scale, bits, uppers, codes)
     elif kind == UNIFORM_KIND:
         uniform_block(x, r, scale, bits, codes)
     else:
@@ -248,7 +266,7 @@ def quantize_block(kind, bits, x, r, scale, key, codes):
 @njit(nogil=True, cache=True)
 def encode(kind, bits, block, x, residual, feedback, scales, key, out):
     """Pass two: scale and packed codes of every block, and with `feedback` what they leave behind into `residual`."""
-    codes = np.empty(block, np.uint8)
+    codes, uppers = np.empty(block, np.uint8), np.empty(block, np.uint16)
     x_spare, r_spare = np.empty(block, np.float32), np.empty(block, np.float32)
     stride = 4 + block * bits // 8
     for b in range(scales.size):
@@ -265,10 +283,8 @@ def encode(kind, bits, block, x, residual, feedback, scales, key, out):
                 move(rb, r_spare)
             rb = r_spare
         packed = out[b * stride + 4 : (b + 1) * stride]
-        # Eight bits need no packing: they go straight to their place.
-        quantize_block(
-            kind, bits, xb, rb, scales[b], splitmix64(key + np.uint64(b)), packed if packed.size == block else codes
-        )
+        place = packed if packed.size == block else codes  # eight bits need no packing
+        quantize_block(kind, bits, xb, rb, scales[b], splitmix64(key + np.uint64(b)), uppers, place)
         store_float(out, b * stride, scales[b])
         if count < block:
             pack_sequence(codes[:count], bits, packed)

@@ -34,6 +34,12 @@ def sum_is_finite(x, r):
 
 
 @njit(nogil=True, cache=True)
+def add_scaled(values, target, factor):
+    for i in range(target.size):
+        target[i] += factor * values[i]
+
+
+@njit(nogil=True, cache=True)
 def to_fp16(value):
     """Round half to even, stop at the largest number; the bits, in an int32."""
     pattern = bits_of(value)

@@ -112,30 +112,37 @@ def guess_threshold(x, residual, feedback, k):
 
 @njit(nogil=True, cache=True)
 def collect(x, residual, feedback, threshold, candidates, magnitudes):
-    """Indices and magnitudes of entries that reach `threshold`, in order, as many as fit.
+    """Indices and magnitudes of entries that reach `threshold`, in order, in buffers with eight places to spare.
 
-    Returns how many there are (more than fit is possible) and the largest magnitude.
+    Returns how many there are, or -1 if they do not fit, and the largest magnitude. Nothing branches on the data but
+    the overflow: a branch that is taken one time in eight would cost more than all the rest.
     """
     chunk = np.empty(CHUNK, np.int32)
     flags = np.empty(CHUNK, np.uint8)
+    hits = np.empty(CHUNK // 8 + 1, np.int64)
     largest = np.int32(0)
     found = 0
     for start in range(0, x.size, CHUNK):
-        count = min(CHUNK, x.size - start)
         top = load_magnitudes(x, residual, feedback, start, chunk)
         largest = top if top > largest else largest
-        if top < threshold:
+        if found < 0:
             continue
+        for i in range(x.size - start, CHUNK):
+            chunk[i] = np.int32(-1)
         for i in range(CHUNK):
             flags[i] = np.uint8(1) if chunk[i] >= threshold else np.uint8(0)
-        for i in range(0, count, 8):
-            if load_word(flags, i) != np.uint64(0):
-                for j in range(i, min(i + 8, count)):
-                    if flags[j] != np.uint8(0):
-                        if found < candidates.size:
-                            candidates[found] = start + j
-                            magnitudes[found] = chunk[j]
-                        found += 1
+        hit_words = 0
+        for i in range(0, CHUNK, 8):
+            hits[hit_words] = i
+            hit_words += 1 if load_word(flags, i) != np.uint64(0) else 0
+        for h in range(hit_words):
+            if found + 8 > candidates.size:
+                found = -1
+                break
+            for j in range(hits[h], hits[h] + 8):
+                candidates[found] = start + j
+                magnitudes[found] = chunk[j]
+                found += np.int64(flags[j])
     return found, largest
 
 
@@ -144,14 +151,14 @@ def select(x, residual, feedback, indices):
     """Fill `indices` with those of the k largest magnitudes, in order; of equals the first win. False if not finite."""
     k = indices.size
     capacity = min(x.size, 4 * k + 16 * SAMPLE_STRIDE)
-    candidates = np.empty(capacity, np.int64)
-    magnitudes = np.empty(capacity, np.int32)
+    candidates = np.empty(capacity + 8, np.int64)
+    magnitudes = np.empty(capacity + 8, np.int32)
     threshold = guess_threshold(x, residual, feedback, k)
     found, largest = collect(x, residual, feedback, threshold, candidates, magnitudes)
     if largest >= NOT_FINITE:
         return False
     taken = 0
-    if k <= found <= capacity:
+    if found >= k:
         limit, equals = rank_th_largest(magnitudes[:found], k)
         for j in range(found):
             if magnitudes[j] > limit or (magnitudes[j] == limit and equals > 0):
@@ -175,14 +182,6 @@ def select(x, residual, feedback, indices):
 def add_into(residual, x):
     for i in range(x.size):
         residual[i] = x[i] + residual[i]
-
-
-@njit(nogil=True, cache=True)
-def take(source, indices, values, clear):
-    for j in range(indices.size):
-        values[j] = source[indices[j]]
-        if clear:
-            source[indices[j]] = np.float32(0.0)
 
 
 @njit(nogil=True, cache=True)
@@ -220,12 +219,3 @@ def unpack_indices(lows, highs, low_bits, numel, indices):
                     return False
                 found += 1
     return found == indices.size
-
-
-@njit(nogil=True, cache=True)
-def scatter(values, indices, target, accumulate, factor):
-    for j in range(indices.size):
-        if accumulate:
-            target[indices[j]] += factor * values[j]
-        else:
-            target[indices[j]] = values[j]

@@ -6,7 +6,8 @@ import io
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -66,11 +67,17 @@ def decode_png(content: bytes) -> NDArray[np.uint8]:
         rows = np.frombuffer(zlib.decompress(b"".join(packed)), np.uint8).reshape(height, 1 + 3 * width)
     except zlib.error as error:
         raise ValueError(f"damaged PNG image: {error}") from None
+    pixels = np.zeros((height, 3 * width), np.uint8)
+    _compiled_unfilter()(rows, pixels)
+    return pixels.reshape(height, width, 3)
+
+
+@cache
+def _compiled_unfilter() -> Callable[..., None]:
     import numba
 
-    pixels = np.zeros((height, 3 * width), np.uint8)
-    numba.njit()(_unfilter)(rows, pixels)
-    return pixels.reshape(height, width, 3)
+    compiled: Callable[..., None] = numba.njit(cache=True)(_unfilter)
+    return compiled
 
 
 def _unfilter(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:

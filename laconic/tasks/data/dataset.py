@@ -89,7 +89,11 @@ class Dataset:
         # The key is what was verified, so a cached copy is right wherever LACONIC_DATA points now.
         digests = [digest for form in self.forms for file in form.files for digest in file.digests]
         key = f"{self.name}-{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:12]}"
-        return unpacked(key, self._read)
+        try:
+            return unpacked(key, self._read)
+        except OSError as error:
+            where = f"unpacked copies go to {cache_folder()}; XDG_CACHE_HOME chooses another place"
+            raise DatasetError(f"cannot unpack {self.name}: {error} ({where})") from error
 
     def present(self) -> Form | None:
         """The first form of which all files exist."""

@@ -100,6 +100,7 @@ FASHION = Dataset(
 
 BATCH_NAMES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 IMAGE_NBYTES = 3 * 32 * 32
+SUBSET = {"train": 800, "test": 200}
 
 
 def read_cifar_batches(contents: list[bytes]) -> Arrays:
@@ -118,9 +119,9 @@ def read_cifar_tar(contents: list[bytes]) -> Arrays:
 
 
 def first_of_each_class(arrays: Arrays) -> Arrays:
-    """The first 800 training and 200 test images of each class, in the order of the whole set."""
+    """The first images of each class, as many as SUBSET says, in the order of the whole set."""
     subset: Arrays = {}
-    for part, count in (("train", 800), ("test", 200)):
+    for part, count in SUBSET.items():
         labels = arrays[f"y_{part}"]
         chosen = np.sort(np.concatenate([np.flatnonzero(labels == label)[:count] for label in range(10)]))
         subset[f"x_{part}"], subset[f"y_{part}"] = arrays[f"x_{part}"][chosen], labels[chosen]

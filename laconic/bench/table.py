@@ -1,0 +1,77 @@
+"""The result of a comparison as a table, for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from laconic.bench.record import Record
+from laconic.bench.summary import Summary, summarize
+from laconic.bench.units import ABSENT, link_text, metric_text, nbytes_text, number_text, seconds_text
+
+
+def table(records: Sequence[Record], target: float | None) -> Table:
+    """One row for each way: means over seeds, with the spread (standard deviation) of the metric."""
+    summaries = summarize(records)
+    metric = records[0].metric
+    ddp = next((s.split for s in summaries if s.way == "ddp" and s.split is not None), None)
+    result = Table(title=_title(records))
+    result.add_column("method", no_wrap=True)
+    headers = ["ms a step", "compute", "waiting", "own work", "payload a step", "on the wire", metric]
+    if target is not None:
+        headers.insert(0, f"time to {metric_text(metric, target)}")
+    if ddp is not None:
+        headers.append("× DDP a step")
+    for header in headers:
+        result.add_column(header, justify="right")
+    for summary in summaries:
+        if summary.split is None:
+            continue
+        cells = [*_milliseconds(summary), _payload(summary), nbytes_text(summary.card_nbytes_per_step), _final(summary)]
+        if target is not None:
+            cells.insert(0, _time_to(summary, target))
+        if ddp is not None:
+            cells.append(number_text(ddp.step / summary.split.step))
+        result.add_row(summary.name, *cells)
+    for record in (record for summary in summaries for record in summary.failed):
+        result.add_row(f"{record.name} (seed {record.seed})", f"failed: {record.reason.strip().splitlines()[-1]}")
+    return result
+
+
+def _title(records: Sequence[Record]) -> str:
+    first = records[0]
+    link = link_text(first.link) + ("" if first.link == "none" else " links")
+    seeds = len({record.seed for record in records})
+    return (
+        f"{first.task}: {number_text(first.parameters / 1e6)} M parameters, {first.workers} workers, {link}, "
+        f"{first.steps} steps, {seeds} seed{'s' if seeds > 1 else ''}"
+    )
+
+
+def _milliseconds(summary: Summary) -> list[str]:
+    assert summary.split is not None
+    parts = (summary.split.step, summary.split.compute, summary.split.waiting, summary.split.method)
+    return [ABSENT if part is None else f"{1e3 * part:.1f}" for part in parts]
+
+
+def _payload(summary: Summary) -> str:
+    by_channel = summary.payload_nbytes_per_step
+    if set(by_channel) <= {"foreground"}:
+        return nbytes_text(by_channel.get("foreground", 0.0))
+    return " + ".join(f"{nbytes_text(value)} {channel[:4]}." for channel, value in by_channel.items())
+
+
+def _final(summary: Summary) -> str:
+    final, metric = summary.final, summary.runs[0].metric
+    if final is None:
+        return ABSENT
+    around = "" if final.deviation is None else f" ± {metric_text(metric, final.deviation, digits=2)}"
+    return metric_text(metric, final.mean) + around
+
+
+def _time_to(summary: Summary, target: float) -> str:
+    reached = summary.to_target(target)
+    if reached is None:
+        return "not reached"
+    return seconds_text(reached.seconds) + ("" if reached.by_all else f" ({reached.reached} of {reached.seeds} seeds)")
