@@ -78,6 +78,8 @@ class Divisible(Method):
         check_choice("moments", self.moments, ("local", "corrected", "averaged"))
         if self.background is not None and not isinstance(self.background, Compressor):
             raise ValueError(f"background must be a compressor or None, not {self.background!r}")
+        if self.period is None and self.moments != "local":
+            raise ValueError(f"moments={self.moments!r} travel in the background, so period must not be None")
         if self.background is not None and self.moments == "averaged":
             raise ValueError(
                 f"moments='averaged' needs background=None, not {self.background!r}: Adam's v does not survive coding; "

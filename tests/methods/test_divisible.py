@@ -577,6 +577,11 @@ def test_bad_settings(setting: str, value: object, message: str) -> None:
         laconic.Divisible(**{setting: value})  # type: ignore[arg-type]
 
 
+def test_moments_without_a_background_to_travel_in() -> None:
+    with pytest.raises(ValueError, match="moments='corrected' travel in the background, so period must not be None"):
+        laconic.Divisible(period=None, moments="corrected")
+
+
 def test_averaged_moments_take_no_compressor() -> None:
     with pytest.raises(ValueError, match="moments='averaged' needs background=None, not Log"):
         laconic.Divisible(moments="averaged", background=Log(4))
