@@ -193,11 +193,12 @@ def step(workers: int, link: str, steps: int, batch: int) -> None:
     }
     with Network(parse_links(link, workers)) as network:
         ranks = laconic.spawn(measure, workers, steps, batch, methods, hosts=network.hosts)
-    print(f"{workers} workers, {link}, batch {batch}: median of the last {steps - steps // 4} of {steps} steps")
+    print(f"{workers} workers, {link}, batch {batch}: milliseconds a step, of the last {steps - steps // 4} of {steps}")
+    print(f"  {'':18s}   median  fastest   payload bytes of the busiest rank")
     for name in ranks[0]:
-        slowest = max(statistics.median(rank[name][0][steps // 4 :]) for rank in ranks)
+        slowest = [1e3 * max(times) for times in zip(*(rank[name][0][steps // 4 :] for rank in ranks), strict=True)]
         nbytes = max(rank[name][1] for rank in ranks)
-        print(f"  {name:18s} {1e3 * slowest:8.1f} ms a step   {nbytes:9d} bytes sent by the busiest rank")
+        print(f"  {name:18s} {statistics.median(slowest):8.1f} {min(slowest):8.1f}   {nbytes}")
 
 
 def main() -> None:
