@@ -11,6 +11,7 @@ from laconic.methods import ADPSGD as ADPSGD
 from laconic.methods import METHODS as METHODS
 from laconic.methods import QSGD as QSGD
 from laconic.methods import AllReduce as AllReduce
+from laconic.methods import Divisible as Divisible
 from laconic.methods import EfficientAdam as EfficientAdam
 from laconic.methods import LocalSGD as LocalSGD
 from laconic.version import __version__ as __version__

@@ -18,9 +18,10 @@ CASES: dict[str, laconic.Method] = {
     "qsgd": laconic.QSGD(),
     "adpsgd": laconic.ADPSGD(initial_period=2, warmup=2, calibration=2),
     "efficient_adam": laconic.EfficientAdam(exact_below=10, moments="averaged", moments_every=4),
+    "divisible": laconic.Divisible(ratio=8, period=3, background=None, delay=2),
 }
 # Methods that lose nothing: the mean of the models moves by exactly the mean of the own steps.
-LOSSLESS = ["allreduce", "local_sgd", "adpsgd"]
+LOSSLESS = ["allreduce", "local_sgd", "adpsgd", "divisible"]
 
 
 def test_every_method_is_here() -> None:

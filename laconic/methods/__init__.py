@@ -5,6 +5,7 @@ from __future__ import annotations
 from laconic.method import Method
 from laconic.methods.adpsgd import ADPSGD as ADPSGD
 from laconic.methods.allreduce import AllReduce as AllReduce
+from laconic.methods.divisible import Divisible as Divisible
 from laconic.methods.efficient_adam import EfficientAdam as EfficientAdam
 from laconic.methods.local_sgd import LocalSGD as LocalSGD
 from laconic.methods.qsgd import QSGD as QSGD
@@ -16,6 +17,7 @@ METHODS: dict[str, type[Method]] = {
     "qsgd": QSGD,
     "adpsgd": ADPSGD,
     "efficient_adam": EfficientAdam,
+    "divisible": Divisible,
 }
 
 

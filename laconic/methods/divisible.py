@@ -1,0 +1,272 @@
+"""Divisible communication: wait for little, send the rest while computing.
+
+After Xu & Bai, "Communication-Efficient Distributed Training with Divisible Communication" (ECML PKDD 2023); only the
+abstract was at hand: docs/methods/divisible.md says what is stated and what is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from laconic.comm import Comm
+from laconic.compress import Compressor, Uniform
+from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.methods.correction import Correction
+from laconic.methods.pace import Pace
+from laconic.methods.pieces import CodedMean, Mean, Piece, PlainMean
+
+# States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
+SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
+# The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
+LEAST_PLAIN, LEAST_CODED = 2, 4
+FOUR_BITS = Uniform(bits=4)
+SMOOTHING = 0.9  # of the metrics, from step to step
+
+
+@dataclass
+class Divisible(Method):
+    """Each worker steps alone; what it moved is averaged in two ways: a little of it at once, all of it somewhat later.
+
+    Foreground: in each step another d/ratio of the coordinates become the mean, and everyone waits for that.
+    Background: in each step another d/period of them are sent on a channel of their own, and the mean is applied a
+    fixed number of steps later, for which nobody waits as long as the link keeps up.
+
+    Args:
+        ratio: R; the foreground message is ⌈d/R⌉ long.
+        period: H, steps in which the background has sent everything once. "auto" measures computing and the link, and
+            takes the shortest that fits. None: no background.
+        moments: what the optimizer's state (Adam's m and v) is made of. "local": of the worker's own gradients. For
+            workers that hold different kinds of data, "corrected": of gradients corrected by the stale mean gradient,
+            which travels in the background too and makes it twice as large; or "averaged": the state itself is
+            averaged in the background, which for Adam makes it three times as large, and takes no compressor.
+        background: a compressor for the background, with error feedback; None sends all bits.
+        max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
+        delay: steps from sending a background message to applying it. A mean of codes takes two messages.
+
+    Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or of what
+    the compressor makes of them, for c = 1 vector ("local"), 2 ("corrected") or 1 + those averaged.
+    """
+
+    paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
+
+    ratio: int = 1024
+    period: int | Literal["auto"] | None = "auto"
+    moments: Literal["local", "corrected", "averaged"] = "local"
+    background: Compressor | None = FOUR_BITS
+    max_period: int = 128
+    delay: int = 1
+
+    # x = x_hat + e + s, where x_hat is the same on all ranks to the last bit, e this worker's moves that are in no
+    # message yet, and s those in a background message. Neither is stored: s is what the pieces in flight were given,
+    # and e is x − x_hat − s, so that what rounding loses anywhere stays in e and is sent later.
+    x_hat: Tensor = state()  # (d)
+    column: int = state(0)  # where the next piece begins
+
+    _flying: list[Piece] = field(default_factory=list, init=False, repr=False, compare=False)
+    _pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
+    _waiting: float = field(default=0.0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("ratio", self.ratio)
+        if self.period not in ("auto", None):
+            check_count("period", self.period)
+        check_choice("moments", self.moments, ("local", "corrected", "averaged"))
+        if self.background is not None and not isinstance(self.background, Compressor):
+            raise ValueError(f"background must be a compressor or None, not {self.background!r}")
+        if self.period is None and self.moments != "local":
+            raise ValueError(f"moments={self.moments!r} travel in the background, so period must not be None")
+        if self.background is not None and self.moments == "averaged":
+            raise ValueError(
+                f"moments='averaged' needs background=None, not {self.background!r}: Adam's v does not survive coding; "
+                f"moments='corrected' takes any compressor"
+            )
+        check_count("max_period", self.max_period)
+        check_count("delay", self.delay)
+
+    def setup(self, worker: Replica) -> None:
+        comm = worker.comm
+        self.x_hat = worker.x.clone()
+        self._left: float | None = None  # when the last step was over
+        self._mean: Mean | None = None
+        self._correction: Correction | None = None
+        if self.period is None or comm.size == 1:
+            return
+        channel = comm.channel("background")
+        if self.background is None:
+            self._mean = PlainMean(channel, worker.x.numel())
+        else:
+            self._mean = CodedMean(channel, worker.x, self.background)
+        if self.moments == "corrected":
+            self._correction = Correction(worker.x, self._mean.layout.row)
+        if self.period == "auto":
+            self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
+
+    def before_step(self, worker: Replica) -> None:
+        if self._correction is not None:
+            self._correction.correct(worker)
+
+    def after_step(self, worker: Replica) -> None:
+        comm = worker.comm
+        if comm.size == 1:
+            return
+        computed = comm.now()
+        self._foreground(worker)
+        if self._mean is not None:
+            self._receive(worker, self._mean, worker.step)
+            self._send(worker, self._mean)
+            if self._pace is not None and self._pace.is_measuring(worker.step):
+                self._measure(worker, self._mean, self._pace, computed)
+        self._note_waiting(comm)
+
+    def drain(self, worker: Replica) -> None:
+        while self._mean is not None and self._flying:
+            self._receive(worker, self._mean, max(piece.due for piece in self._flying))
+
+    def metrics(self) -> dict[str, float]:
+        """`period` now; `backlog`, the pieces sent and not yet applied; `waiting`, the share of a step's time."""
+        return {
+            "period": float(self._period()),
+            "backlog": float(len(self._flying)),
+            "waiting": self._waiting,
+        }
+
+    def residual(self, x: Tensor, parts: list[slice]) -> Tensor:
+        """e = x − x̂ − s of these coordinates, part after part."""
+        lengths = [part.stop - part.start for part in parts]
+        e = x.new_empty(sum(lengths))
+        for part, own in zip(parts, torch.split(e, lengths), strict=True):
+            torch.sub(x[part], self.x_hat[part], out=own)
+            for piece in self._flying:
+                for sent, given in piece.split(piece.given[0]):
+                    first, last = max(sent.start, part.start), min(sent.stop, part.stop)
+                    if first < last:
+                        own[first - part.start : last - part.start] -= given[first - sent.start : last - sent.start]
+        return e
+
+    def _foreground(self, worker: Replica) -> None:
+        block = foreground_block(worker.step, worker.x.numel(), self.ratio)
+        e = self.residual(worker.x, [block])
+        mean = worker.comm.mean(e)
+        self.x_hat[block] += mean
+        worker.x[block] += mean - e
+
+    def _send(self, worker: Replica, mean: Mean) -> None:
+        """The next piece: its e becomes s, so that nothing is sent twice."""
+        row = mean.layout.row
+        stop = min(self.column + -(-row // self._period()), row)
+        parts = mean.layout.parts(self.column, stop)
+        self.column = stop % row
+        given = [self.residual(worker.x, parts)]
+        given += [torch.cat([vector[part] for part in parts]) for vector in self._moments(worker).values()]
+        if self._correction is not None:
+            given.append(self._correction.take(parts, worker.step))
+        piece = Piece(parts, worker.step, worker.step + self.delay, given)
+        mean.send(piece)
+        self._flying.append(piece)
+
+    def _receive(self, worker: Replica, mean: Mean, step: int) -> None:
+        """Whatever is due by this step: a fixed step, never "if it is there", for all ranks must do the same."""
+        flying, self._flying = self._flying, []
+        for piece in flying:
+            if piece.due > step:
+                self._flying.append(piece)
+                continue
+            means = mean.receive(piece)
+            if means is None:
+                piece.due += self.delay
+                self._flying.append(piece)
+            else:
+                self._apply(worker, piece, means)
+
+    def _apply(self, worker: Replica, piece: Piece, means: list[Tensor]) -> None:
+        for part, mean in piece.split(means[0]):
+            self.x_hat[part] += mean
+        vectors = {"x": worker.x, **self._moments(worker)}
+        if self._correction is not None:
+            vectors["shift"] = self._correction.shift
+            for part in piece.parts:
+                self._correction.shift[part] = 0
+        for (name, vector), mean, given in zip(vectors.items(), means, piece.given, strict=True):
+            for (part, new), (_, old) in zip(piece.split(mean), piece.split(given), strict=True):
+                if name in SQUARES:
+                    # Stale news may ask for less than nothing. Never fall to near 0: Adam divides by its root.
+                    floor = 0.1 * torch.maximum(vector[part], new)
+                    vector[part] = torch.maximum(vector[part] + new - old, floor)
+                else:
+                    vector[part] += new.sub_(old)
+
+    def _moments(self, worker: Replica) -> dict[str, Tensor]:
+        if self.moments != "averaged":
+            return {}
+        moments = worker.moments()
+        if not moments:
+            raise ValueError("moments='averaged' is for an optimizer that has some, and this one has none")
+        return moments
+
+    def _period(self) -> int:
+        if self._pace is not None:
+            return self._pace.period
+        return self.period if isinstance(self.period, int) else 0
+
+    def _measure(self, worker: Replica, mean: Mean, pace: Pace, computed: float) -> None:
+        """Wait for the messages on their way now, to see how long they take. They are applied when they are due."""
+        comm = worker.comm
+        times = [comm.now()]
+        for piece in self._flying:
+            piece.wait()
+        times.append(comm.now())
+        # What the shortest message takes is no matter of the period, and the next foreground message takes as long.
+        comm.mean(worker.x.new_zeros(1))
+        times.append(comm.now())
+        transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
+        if self._left is not None:
+            pace.add(worker.step, computed - self._left, transfer * mean.layout.row / self._flying[-1].lengths[0])
+
+    def _note_waiting(self, comm: Comm) -> None:
+        now = comm.now()
+        if self._left is not None:
+            share = comm.meter.last_step.seconds() / max(now - self._left, 1e-9)
+            self._waiting = SMOOTHING * self._waiting + (1 - SMOOTHING) * share
+        self._left = now
+
+    def state_dict(self) -> dict[str, Any]:
+        """Waits for the messages on their way, and saves what they bring; when it is applied does not change."""
+        return {
+            **super().state_dict(),
+            "flying": [piece.state_dict() for piece in self._flying],
+            "residuals": self._mean.residuals if isinstance(self._mean, CodedMean) else [],
+            "correction": self._correction.state_dict() if self._correction is not None else None,
+            "pace": self._pace.state_dict() if self._pace is not None else None,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        own = dict(saved)
+        self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
+        residuals, correction, pace = own.pop("residuals"), own.pop("correction"), own.pop("pace")
+        if isinstance(self._mean, CodedMean):
+            self._mean.residuals = residuals
+        if self._correction is not None:
+            self._correction.load_state_dict(correction)
+        if self._pace is not None:
+            self._pace.load_state_dict(pace)
+        super().load_state_dict(own)
+
+
+def foreground_block(step: int, d: int, ratio: int) -> slice:
+    """⌈d/ratio⌉ coordinates that follow one another, or the rest of them at the end; the same on all workers.
+
+    Each coordinate has its turn once in any ⌈d/length⌉ ≤ ratio steps, and blocks that follow one another in time are
+    far apart, so that none is only near where the background has just been.
+    """
+    length = -(-d // ratio)
+    blocks = -(-d // length)
+    stride = max(1, round(0.618 * blocks))
+    while math.gcd(stride, blocks) > 1:
+        stride += 1
+    start = step * stride % blocks * length
+    return slice(start, min(start + length, d))

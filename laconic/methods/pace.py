@@ -1,0 +1,67 @@
+"""How many steps a background transfer must span to be hidden: measured, and agreed by all workers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+
+import torch
+
+from laconic.comm import Comm
+
+FIRST = 3  # the step measuring starts in: before, things are loaded, compiled and connected
+START = 32  # the period until one is measured
+WINDOW = 5  # steps measured at a time
+ROUNDS = 3  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
+INTERVAL = 400  # steps from one window to the next, later
+MARGIN = 1.1
+
+
+class Pace:
+    """Takes, in some steps, the seconds a worker computed and the seconds a piece took; gives the period."""
+
+    def __init__(self, comm: Comm, least: int, most: int) -> None:
+        self.least, self.most = min(least, most), most
+        self.period = max(self.least, min(START, most))
+        self.samples: list[list[float]] = []  # [seconds of computing, seconds of a full transfer]
+        self.next_window, self.rounds = FIRST, 0
+        self._comm, self._warned = comm, False
+
+    def is_measuring(self, step: int) -> bool:
+        """The same on all ranks."""
+        return step >= self.next_window
+
+    def add(self, step: int, computing: float, transfer: float) -> None:
+        """The measured seconds of one step; `transfer` as if the piece had been everything."""
+        self.samples.append([computing, transfer])
+        if len(self.samples) < WINDOW:
+            return
+        own = torch.tensor([statistics.median(column) for column in zip(*self.samples, strict=True)])
+        # The slowest worker sets the time of a step, and the slowest link that of a transfer.
+        computing, transfer = torch.stack(self._comm.all_gather(own.double())).amax(0).tolist()
+        self._decide(computing, transfer)
+        self.samples = []
+        self.rounds += 1
+        self.next_window = step + (1 if self.rounds < ROUNDS else INTERVAL)
+
+    def _decide(self, computing: float, transfer: float) -> None:
+        needed = max(self.least, math.ceil(MARGIN * transfer / max(computing, 1e-9)))
+        if needed > self.most and self.rounds >= ROUNDS - 1 and not self._warned:
+            self._warned = True
+            if self._comm.rank == 0:
+                warnings.warn(
+                    f"the link is too slow for max_period={self.most}: sending everything takes {transfer:.3g} s "
+                    f"and computing a step {computing:.3g} s, so the background would need a period of {needed}; "
+                    f"steps will wait for it",
+                    stacklevel=2,
+                )
+        # A slightly shorter period is not worth following the noise for.
+        if needed > self.period or needed <= 0.8 * self.period:
+            self.period = min(needed, self.most)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"period": self.period, "samples": self.samples, "next_window": self.next_window, "rounds": self.rounds}
+
+    def load_state_dict(self, saved: dict[str, object]) -> None:
+        self.__dict__.update(saved)
