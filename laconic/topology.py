@@ -1,4 +1,4 @@
-"""Graphs of who talks with whom, and the two constants of a graph that set the momentum of gossip (arXiv 2306.08289)."""
+"""Graphs of who talks with whom, and the constants of a graph that set the momentum of gossip (arXiv 2306.08289)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Constants:
 
 @dataclass(frozen=True)
 class Topology:
-    """An undirected, connected graph. `edges` are sorted pairs (i, j) with i < j; one that is there twice is a pair that
-    meets twice as often."""
+    """An undirected, connected graph. `edges` are sorted pairs (i, j) with i < j; a pair that is there twice meets twice
+    as often."""
 
     name: str
     nodes: tuple[int, ...]
@@ -79,7 +79,10 @@ class Topology:
             raise ValueError(f"the constants need at least 2 nodes, not {self.size}")
         chi_1, chi_2 = _chi(self.nodes, self.edges)  # of rate 1: both are inversely proportional to the rate
         return Constants(
-            chi_1 / rate, chi_2 / rate, eta=rate / (2 * math.sqrt(chi_1 * chi_2)), alpha_tilde=math.sqrt(chi_1 / chi_2) / 2
+            chi_1 / rate,
+            chi_2 / rate,
+            eta=rate / (2 * math.sqrt(chi_1 * chi_2)),
+            alpha_tilde=math.sqrt(chi_1 / chi_2) / 2,
         )
 
 

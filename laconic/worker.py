@@ -222,4 +222,4 @@ class Worker:
                 buffer.copy_(part.view_as(buffer))
         for buffer in buffers:
             if not buffer.is_floating_point():
-                buffer.copy_(self._control.broadcast(buffer))
+                buffer.copy_(self._control.broadcast(buffer, root=self.comm.members[0]))

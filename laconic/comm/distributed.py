@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.comm.background import BackgroundGossip
 from laconic.comm.comm import Comm, PeerError, Pending, ring_mean_nbytes
 from laconic.comm.finite import is_finite
+from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
+from laconic.comm.pairing import Pairing
 from laconic.comm.register import SLICE, Register
+from laconic.topology import Topology
 
 
 class DistributedComm(Comm):
@@ -29,14 +33,32 @@ class DistributedComm(Comm):
         self._name, self._register, self._backend = name, register, backend
         # A rank that does not come is named by the meeting; new_group alone would only say that a key is missing.
         register.meet(f"the opening of the {name} channel", meter.step, None)
-        self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
+        self._whole = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
+        self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
+
+    @property
+    def members(self) -> list[int]:
+        return self._register.members
+
+    @property
+    def _group(self) -> Any:
+        """A group with a rank that is gone is of no use: the first verb after a meeting without it makes another."""
+        if self._group_members != self.members:
+            group = dist.new_group(
+                self.members,
+                backend=self._backend,
+                timeout=timedelta(seconds=self._register.timeout),
+                use_local_synchronization=True,
+            )
+            self._group_members, self._members_group = self.members, group
+        return self._members_group
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         # Out of place the input is still there to look at afterwards; in place it must be looked at now.
         finite_here = is_finite(x) if out is x else None
         result = _copy(x, out)
-        work = self._start("mean", ring_mean_nbytes(_nbytes(x), self.size), lambda: self._all_reduce(result))
+        work = self._start("mean", ring_mean_nbytes(_nbytes(x), len(self.members)), lambda: self._all_reduce(result))
         self._wait("mean", work)
         self._require_finite(x, result, finite_here)
         return result
@@ -44,35 +66,39 @@ class DistributedComm(Comm):
     def mean_async(self, x: Tensor) -> Pending:
         result = x.clone()
         finite_here = is_finite(x)
-        work = self._start("mean_async", ring_mean_nbytes(_nbytes(x), self.size), lambda: self._all_reduce(result))
+        work = self._start(
+            "mean_async", ring_mean_nbytes(_nbytes(x), len(self.members)), lambda: self._all_reduce(result)
+        )
         return MeanOnItsWay(self, work, result, finite_here)
 
     def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        if len(chunks) != self.size:
-            raise ValueError(f"all_to_all takes one chunk for each of {self.size} ranks, not {len(chunks)}")
+        size = len(self.members)
+        if len(chunks) != size:
+            raise ValueError(f"all_to_all takes one chunk for each of {size} ranks, not {len(chunks)}")
         sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
-        own = chunks[self.rank].numel()
-        received = sent.new_empty(own * self.size)
+        mine = chunks[self.members.index(self.rank)]
+        own = mine.numel()
+        received = sent.new_empty(own * size)
         work = self._start(
             "all_to_all",
-            _nbytes(sent) - _nbytes(chunks[self.rank]),
+            _nbytes(sent) - _nbytes(mine),
             lambda: dist.all_to_all_single(
                 received,
                 sent,
-                output_split_sizes=[own] * self.size,
+                output_split_sizes=[own] * size,
                 input_split_sizes=[chunk.numel() for chunk in chunks],
                 group=self._group,
                 async_op=True,
             ),
         )
         self._wait("all_to_all", work)
-        return list(received.view(self.size, own))
+        return list(received.view(size, own))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self.members]
         work = self._start(
             "all_gather",
-            (self.size - 1) * _nbytes(x),
+            (len(self.members) - 1) * _nbytes(x),
             lambda: dist.all_gather(results, x.contiguous(), group=self._group, async_op=True),
         )
         self._wait("all_gather", work)
@@ -81,9 +107,11 @@ class DistributedComm(Comm):
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
         self._check_rank("root", root)
         result = _copy(x, out)
+        size = len(self.members)
+        place = (self.members.index(self.rank) - self.members.index(root)) % size
         work = self._start(
             "broadcast",
-            _tree_children((self.rank - root) % self.size, self.size) * _nbytes(x),
+            _tree_children(place, size) * _nbytes(x),
             lambda: dist.broadcast(result, src=root, group=self._group, async_op=True),
         )
         self._wait("broadcast", work)
@@ -101,6 +129,16 @@ class DistributedComm(Comm):
         self._wait("exchange", arriving, verb)
         self._wait("exchange", leaving, verb)
         return received
+
+    def gossip(self, topology: Topology, talk: Talk) -> Gossip:
+        if topology.nodes != tuple(range(self.size)):
+            raise ValueError(f"the topology must be of the {self.size} workers there are, not of {topology.nodes}")
+        if self._register.board is not None:
+            raise RuntimeError("gossip must be started once")
+        store = self._register.store
+        gossip = BackgroundGossip(store, topology, self.rank, talk, self.meter, self._register.timeout)
+        self._register.board = Pairing(store, topology, self.rank)
+        return gossip
 
     def channel(self, name: str = "background") -> Comm:
         # NCCL from two threads deadlocks, so whatever runs beside the training goes over gloo.
@@ -123,7 +161,8 @@ class DistributedComm(Comm):
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-        dist.destroy_process_group(self._group)
+        for group in {self._whole, self._members_group}:
+            dist.destroy_process_group(group)
 
     def _all_reduce(self, result: Tensor) -> Any:
         return dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
@@ -161,13 +200,13 @@ class DistributedComm(Comm):
         if is_finite(result):
             return
         finite = self.meet("a mean that is not finite", is_finite(x) if finite_here is None else finite_here)
-        culprits = [rank for rank, is_fine in enumerate(finite) if not is_fine]
+        culprits = [rank for rank, is_fine in zip(self.members, finite, strict=True) if not is_fine]
         where = f"on rank {', '.join(map(str, culprits))}" if culprits else "in the sum, though finite on every rank"
         raise FloatingPointError(f"mean at step {self.meter.step}: NaN or infinity {where}")
 
     def _check_rank(self, name: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"{name} must be a rank from 0 to {self.size - 1}, not {rank}")
+        if rank not in self.members:
+            raise ValueError(f"{name} must be a rank from 0 to {self.size - 1} that is still in it, not {rank}")
 
 
 class MeanOnItsWay(Pending):

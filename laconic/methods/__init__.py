@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from laconic.method import Method
+from laconic.methods.a2cid2 import A2CiD2 as A2CiD2
 from laconic.methods.allreduce import AllReduce as AllReduce
 from laconic.methods.local_sgd import LocalSGD as LocalSGD
 from laconic.names import look_up
@@ -10,6 +11,7 @@ from laconic.names import look_up
 METHODS: dict[str, type[Method]] = {
     "allreduce": AllReduce,
     "local_sgd": LocalSGD,
+    "a2cid2": A2CiD2,
 }
 
 
