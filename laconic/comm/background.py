@@ -6,6 +6,7 @@ group when one of them fails or times out.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -22,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from laconic.comm.comm import PeerError
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
-from laconic.comm.pairing import Dropped, Pairing, bell_key
+from laconic.comm.pairing import Dropped, Need, Pairing, bell_key
 from laconic.comm.register import SLICE, STORE_IS_GONE, StoreGone, beat_key
 from laconic.topology import Topology
 
@@ -37,7 +38,7 @@ class BackgroundGossip(Gossip):
         self._pairing = Pairing(self._store, topology, rank)
         # All below is guarded by `_changed`, on which both sides wait.
         self._changed = threading.Condition()
-        self._sought = 0
+        self._sought = self._urgently = 0
         self._paused, self._idle = True, True  # idle: in no exchange, and nobody can call
         self._closing = False
         self._rung = False
@@ -65,9 +66,9 @@ class BackgroundGossip(Gossip):
     ) -> None:
         self._lock.release()
 
-    def seek(self, exchanges: int) -> None:
+    def seek(self, exchanges: int, urgently: int) -> None:
         with self._changed:
-            self._sought, self._paused = exchanges, False
+            self._sought, self._urgently, self._paused = exchanges, urgently, False
             self._changed.notify_all()
         self._hear()
 
@@ -117,6 +118,8 @@ class BackgroundGossip(Gossip):
             self._end(StoreGone(f"rank {self._rank}: gossip cannot go on: {STORE_IS_GONE}"))
         except BaseException as error:  # noqa: BLE001  raised again on the training's thread
             self._end(error)
+        with contextlib.suppress(DistNetworkError):
+            self._store.set(bell_key(self._rank, self._bell), "")  # so that the listener ends too
 
     def _end(self, error: BaseException) -> None:
         self._pairs.close()  # a partner that waits for this worker sees that it is gone
@@ -131,32 +134,32 @@ class BackgroundGossip(Gossip):
             self._store.add(beat_key(self._rank), 1)
         with self._changed:
             resting = self._paused or self._closing
-            owed, bell = self._sought - self.exchanges, self._bell
+            need, surplus, bell = self._need(), max(0, self.exchanges - self._sought), self._bell
             self._rung = False
-        peer = self._pairing.withdraw() if resting else self._pairing.come(owed, bell)
+        peer = self._pairing.withdraw() if resting else self._pairing.come(need, surplus, bell)
         self._notice_the_gone()
         if peer is not None:
             self._exchange(peer)
             return True
         if resting and self._closing:
-            self._store.set(bell_key(self._rank, self._bell), "")  # so that the listener ends too
             return False
         with self._changed:
             self._idle = resting
             self._changed.notify_all()
-            seeking = owed > 0
             # The time-out is for a caller that died before it rang, and shows the others that this worker lives.
             self._changed.wait_for(
                 lambda: (
-                    self._closing
-                    or self._paused != resting
-                    or self._rung
-                    or (not resting and not seeking and self._sought > self.exchanges)
+                    self._closing or self._paused != resting or self._rung or (not resting and self._need() != need)
                 ),
                 SLICE,
             )
             self._idle = resting and self._paused
         return True
+
+    def _need(self) -> Need:
+        if self.exchanges < self._urgently:
+            return Need.URGENT
+        return Need.SEEK if self.exchanges < self._sought else Need.ANSWER
 
     def _exchange(self, peer: int) -> None:
         start, nbytes = time.monotonic(), 0
@@ -203,7 +206,7 @@ class BackgroundGossip(Gossip):
         while not self._closing and self._error is None:
             key = bell_key(self._rank, self._bell)
             try:
-                store.wait([key], timedelta(seconds=SLICE))
+                store.wait([key], timedelta(seconds=self._timeout))
                 store.delete_key(key)
             except DistNetworkError:
                 return  # the other thread finds out too, and says so

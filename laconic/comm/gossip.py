@@ -38,9 +38,10 @@ class Gossip(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def seek(self, exchanges: int) -> None:
-        """Look for neighbours until this many exchanges have been made in all; beyond that, only answer. Returns at
-        once. Raises what has ended the gossip, if something has: this worker was dropped, the graph fell apart, …"""
+    def seek(self, exchanges: int, urgently: int) -> None:
+        """Look for neighbours that seek too, until this many exchanges have been made in all; beyond that, only answer.
+        Until `urgently` many have been made, neighbours that only answer will do. Returns at once. Raises what has
+        ended the gossip, if something has: this worker was dropped, the graph fell apart, …"""
 
     @abstractmethod
     def wait(self, exchanges: int) -> None:

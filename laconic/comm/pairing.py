@@ -1,18 +1,20 @@
 """Who exchanges with whom: workers that are free pair up on a board in the job's store.
 
 The board is one value that is only ever changed as a whole, by compare-and-set; there is no master. A worker that comes
-to it takes a free neighbour, or writes itself down as free and is called later. Who seeks an exchange is served before
-who only answers, and who has sought longest first. So:
+to it takes a free neighbour, or writes itself down as free and is called later. Two that seek an exchange suit each
+other at once; one that only answers suits one whose need is urgent. So:
 
-- a worker that seeks stays unserved only while all its neighbours are in an exchange, and who is in an exchange waits
-  for nobody but its partner: no cycle of waiting, and a slow worker delays only its partner;
-- when a neighbour becomes free it takes the one that has waited longest: nobody starves.
+- of two free neighbours never both seek, and an urgent one has no free neighbour at all: it is unserved only while all
+  its neighbours are in an exchange, and who is in an exchange waits for nobody but its partner. No cycle of waiting,
+  and a slow worker delays only its partner;
+- a neighbour that becomes free takes the urgent one that has waited longest: nobody starves.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from enum import IntEnum
 from typing import Protocol
 
 from laconic.comm.comm import PeerError
@@ -21,6 +23,14 @@ from laconic.topology import Topology
 
 class Dropped(PeerError):
     """The others go on without this worker."""
+
+
+class Need(IntEnum):
+    """What a worker wants of the board."""
+
+    ANSWER = 0  # nothing, but it answers
+    SEEK = 1  # an exchange with a neighbour that seeks too
+    URGENT = 2  # an exchange with whichever neighbour is free
 
 
 class KeyValueStore(Protocol):
@@ -32,10 +42,11 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Free:
-    """A free worker: exchanges it still seeks (it only answers if there are none), the ticket it got when it began to
-    seek, and the number of the bell that wakes it."""
+    """A free worker: its need, exchanges it has made beyond its own rate, the ticket it got when its need became what it
+    is, and the number of the bell that wakes it."""
 
-    owed: int
+    need: int
+    surplus: int
     since: int
     bell: int
 
@@ -58,28 +69,28 @@ class Board:
         )
 
     def __str__(self) -> str:
-        free = {rank: (entry.owed, entry.since, entry.bell) for rank, entry in self.free.items()}
+        free = {rank: astuple(entry) for rank, entry in self.free.items()}
         return json.dumps([self.tickets, free, self.called, self.gone])
 
-    def come(self, rank: int, neighbours: tuple[int, ...], owed: int, bell: int) -> tuple[int | None, Free | None]:
-        """`rank` is in no exchange. The partner it has now, and its entry if it was taken from among the free."""
+    def come(
+        self, rank: int, neighbours: tuple[int, ...], need: Need, surplus: int, bell: int
+    ) -> tuple[int | None, Free | None]:
+        """`rank` is in no exchange. The partner it has now, and the partner's entry if it was free until now."""
         if rank in self.called:
             return self.called.pop(rank), None
         before = self.free.pop(rank, None)
-        candidates = [other for other in neighbours if other in self.free and (owed > 0 or self.free[other].owed > 0)]
-        if candidates:
-            # Seekers first, the longest waiting before the others; then who has made fewest beyond its own rate.
-            partner = min(
-                candidates, key=lambda r: (self.free[r].owed <= 0, -min(self.free[r].owed, 0), self.free[r].since)
-            )
+        suits = {r: self.free[r] for r in neighbours if r in self.free and need + self.free[r].need >= Need.URGENT}
+        if suits:
+            # The neediest, of them who has the smallest surplus, of them who has waited longest.
+            partner = min(suits, key=lambda r: (-suits[r].need, suits[r].surplus, suits[r].since))
             self.called[partner] = rank
             return partner, self.free.pop(partner)
-        if before is not None and (before.owed > 0) == (owed > 0):
+        if before is not None and before.need == need:
             since = before.since
         else:
             self.tickets += 1
             since = self.tickets
-        self.free[rank] = Free(owed, since, bell)
+        self.free[rank] = Free(need, surplus, since, bell)
         return None, None
 
     def withdraw(self, rank: int) -> int | None:
@@ -118,11 +129,11 @@ class Pairing:
         self._text = str(Board())
         self._text = store.compare_set(self.KEY, "", self._text).decode()
 
-    def come(self, owed: int, bell: int) -> int | None:
+    def come(self, need: Need, surplus: int, bell: int) -> int | None:
         """Look for a partner: its rank, or None. Then this worker is free, and its bell rings when it is called."""
         while True:
             board = self._board()
-            partner, taken = board.come(self.rank, self._neighbours, owed, bell)
+            partner, taken = board.come(self.rank, self._neighbours, need, surplus, bell)
             if self._replace(board):
                 break
         if partner is not None and taken is not None:

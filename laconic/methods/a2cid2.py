@@ -71,6 +71,7 @@ class A2CiD2(Method):
     _gossip: Gossip | None = field(init=False, repr=False, compare=False, default=None)
     _before: int = field(init=False, repr=False, compare=False, default=0)  # exchanges made before this gossip's first
     _agreeing: bool = field(init=False, repr=False, compare=False, default=False)
+    _corrected: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.topology, str):
@@ -106,7 +107,7 @@ class A2CiD2(Method):
             for pair in self._matchings(worker.generator):
                 if worker.comm.rank in pair:
                     converse(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank)
-                    self._apply_correction()
+                    self._settle(self.mixed)
             return
         with self._gossip:
             self._graph = self._gossip.topology
@@ -117,9 +118,8 @@ class A2CiD2(Method):
         if self._gossip is None:
             return
         self._gossip.close()
-        self._apply_correction()
         # At a common time the mean of x is the mean of x₀ and of all own steps, exactly.
-        self._mix_x_to(max(worker.comm.meet("the end of gossip", self.clock)))
+        self._settle(max(worker.comm.meet("the end of gossip", self.clock)))
 
     @property
     def exchanges(self) -> int:
@@ -137,12 +137,12 @@ class A2CiD2(Method):
         finally:
             self._agreeing = False
         now = max(mine[0].item(), theirs[0].item())
-        alpha_tilde, pace = ((mine[1:] + theirs[1:]) / 2).tolist()
+        alpha_tilde = (mine[1].item() + theirs[1].item()) / 2
         self.clock = max(self.clock, now)
         c, shrinking = mixing(now - self.mixed)
         self.correction.add_(self.delta, alpha=c)
         self.delta.mul_(shrinking)
-        self.mixed = now
+        self.mixed, self._corrected = now, True
         sent = self._start + self.correction
         if not is_finite(sent):
             raise FloatingPointError(f"the parameters of this worker hold NaN or infinity; peer {peer} was not told")
@@ -154,28 +154,27 @@ class A2CiD2(Method):
         c, shrinking = mixing(self.mixed - now)
         self.correction.sub_(gap, alpha=0.5 + c * (alpha_tilde - 0.5))
         self.delta.sub_(gap, alpha=shrinking * (alpha_tilde - 0.5))
-        self.pace = pace + 1 / MEMORY
+        self._corrected = True
+        self.pace += (theirs[2].item() - mine[2].item()) / 2 + 1 / MEMORY
         self.partners[peer] += 1
 
     def _cross_boundary(self) -> None:
         """A gradient step has been made: time goes on by one, and x takes up what came in."""
         self.clock += self._eta()
         self.pace *= 1 - 1 / MEMORY
-        self._apply_correction()
-        if not self._agreeing:
-            self._mix_x_to(self.clock)
+        self._settle(self.mixed if self._agreeing else self.clock)
 
-    def _mix_x_to(self, now: float) -> None:
+    def _settle(self, now: float) -> None:
+        """Between steps: x takes up what came in, is mixed to `now`, and is what exchanges start from."""
+        if self._corrected:
+            self._x.add_(self.correction)
+            self.correction.zero_()
+            self._corrected = False
         if now > self.mixed:
             c, shrinking = mixing(now - self.mixed)
             self._x.add_(self.delta, alpha=c)
             self.delta.mul_(shrinking)
-            self._start.copy_(self._x)
             self.mixed = now
-
-    def _apply_correction(self) -> None:
-        self._x.add_(self.correction)
-        self.correction.zero_()
         self._start.copy_(self._x)
 
     # The graph's constants at the rate of now. η is proportional to the rate, α̃ does not depend on it.
@@ -195,13 +194,16 @@ class A2CiD2(Method):
 
     def _seek(self, gossip: Gossip, worker: Replica) -> None:
         if self.rate == "auto":
-            self.sought = min(self.sought, self.exchanges) + 1
-            gossip.seek(self.sought - self._before)
-            return
-        while self._due(worker.comm.rank, self.sought) <= worker.step:
-            self.sought += 1
-        gossip.seek(self.sought - self._before)
-        gossip.wait(math.floor(self.rate * (worker.step - self.slack)) - self._before)
+            # What could not be made in this step is not made up for later; one is, so that a need becomes urgent.
+            patience = 2
+            self.sought = min(self.sought + 1, self.exchanges + patience)
+        else:
+            patience = max(2, math.ceil(self.rate * self.slack / 2))
+            while self._due(worker.comm.rank, self.sought) <= worker.step:
+                self.sought += 1
+        gossip.seek(self.sought - self._before, urgently=self.sought - self._before - patience + 1)
+        if self.rate != "auto":
+            gossip.wait(math.floor(self.rate * (worker.step - self.slack)) - self._before)
 
     def _due(self, rank: int, k: int) -> float:
         """The step at which this rank's k-th exchange falls due: at random in the k-th interval of length 1/rate."""
@@ -233,6 +235,7 @@ class A2CiD2(Method):
             self._gossip.pause()
         super().load_state_dict(saved)
         self._start.copy_(self._x)
+        self._corrected = True
         self._before = self.exchanges - (self._gossip.exchanges if self._gossip is not None else 0)
 
 
