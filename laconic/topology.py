@@ -24,8 +24,8 @@ class Constants:
 
 @dataclass(frozen=True)
 class Topology:
-    """An undirected, connected graph. `edges` are sorted pairs (i, j) with i < j; a pair that is there twice meets twice
-    as often."""
+    """An undirected, connected graph. `edges` are sorted pairs (i, j) with i < j; what is there twice meets twice as
+    often."""
 
     name: str
     nodes: tuple[int, ...]

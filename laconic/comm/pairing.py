@@ -42,8 +42,8 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Free:
-    """A free worker: its need, exchanges it has made beyond its own rate, the ticket it got when its need became what it
-    is, and the number of the bell that wakes it."""
+    """A free worker: its need, exchanges made beyond its own rate, the ticket it got when its need became so, and the
+    number of the bell that wakes it."""
 
     need: int
     surplus: int
