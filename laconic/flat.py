@@ -24,7 +24,8 @@ class FlatParameters:
         self._optimizer = optimizer
         first = self.parameters[0]
         d = sum(p.numel() for p in self.parameters)
-        self.x = torch.empty(d, dtype=first.dtype, device=first.device)
+        self.x_and_scalar = torch.zeros(d + 1, dtype=first.dtype, device=first.device)
+        self.x = self.x_and_scalar[:d]
         # The gradient, then a flag for each parameter; allocated when a method first asks for it.
         self._packed: Tensor | None = None
         self._packed_views: list[Tensor] = []

@@ -30,8 +30,11 @@ PATIENCE = 1.0
 class Host(Protocol):
     """A place for a worker to run in, such as an emulated host."""
 
-    address: str
-    interface: str
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def interface(self) -> str: ...
 
     def enter(self) -> None:
         """Move the calling process there."""

@@ -20,6 +20,14 @@ class Replica(Protocol):
         """The parameters (d): the model's own memory, so writing here changes the model."""
 
     @property
+    def x_and_scalar(self) -> Tensor:
+        """x and one entry behind it (d + 1), in the same memory: a number may travel with x without a copy of x."""
+
+    @property
+    def numels(self) -> list[int]:
+        """The length of each parameter's part of x, in order."""
+
+    @property
     def comm(self) -> Comm: ...
 
     @property
@@ -72,6 +80,21 @@ class Method:
 
     def drain(self, worker: Replica) -> None:
         """The last step is over on every rank: wait for everything in flight and apply it."""
+
+    def metrics(self) -> dict[str, float]:
+        """What a report may plot over the steps, by name: the numbers that say how the method is doing now."""
+        return {}
+
+    def trains(self, rank: int) -> bool:
+        """Whether this rank has data. One that has none calls `worker.serve()` where the others train."""
+        return True
+
+    def await_step(self, worker: Replica) -> bool:
+        """On a rank that does not train: wait until the others make a step (True) or pause (False)."""
+        raise NotImplementedError(f"{type(self).__name__} has no rank that does not train")
+
+    def pause(self, worker: Replica) -> None:
+        """All ranks are between two steps and about to meet: consensus(), save(), load() or the end."""
 
     def settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}

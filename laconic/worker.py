@@ -82,6 +82,14 @@ class Worker:
         return self._flat.x
 
     @property
+    def x_and_scalar(self) -> Tensor:
+        return self._flat.x_and_scalar
+
+    @property
+    def numels(self) -> list[int]:
+        return [p.numel() for p in self._flat.parameters]
+
+    @property
     def rank(self) -> int:
         return self.comm.rank
 
@@ -111,6 +119,24 @@ class Worker:
             self._moment_names = sorted({name for names in notes for name in names})
         return self._flat.moments(self._moment_names)
 
+    @torch.no_grad()
+    def serve(self) -> None:
+        """Take part in the others' steps without data: for a rank that its method makes a dedicated server.
+
+        Returns when the others come to `consensus()`, `save()`, `load()` or the end of the block: this rank must come
+        there next, and may serve again afterwards.
+        """
+        if self.method.trains(self.rank):
+            raise RuntimeError(
+                f"worker.serve() is for a rank without data, and rank {self.rank} trains: "
+                f"{type(self.method).__name__} must be set to keep it as a server"
+            )
+        if self._lent:
+            raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
+        while self.method.await_step(self):
+            self._begin_step()
+            self.method.after_step(self)
+
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
         """Lend the agreed model: the mean of all workers' parameters and floating buffers, integer buffers of rank 0.
@@ -122,6 +148,7 @@ class Worker:
             yield self.model
             return
         own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
+        self._pause()
         self.comm.meet("consensus()")
         self._lent = True
         try:
@@ -154,11 +181,13 @@ class Worker:
     def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write model, optimizer and worker of all ranks, and `extra` (schedulers, epoch, …: what torch can load
         without unpickling objects). All ranks call it. A crash at any moment leaves the checkpoint before readable."""
+        self._pause()
         checkpoint.save(self, Path(directory), extra or {})
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Go on from what `save` wrote; returns `extra`. A checkpoint that is torn, foreign or of other settings raises
         on every rank with the reason, and nothing is changed."""
+        self._pause()
         return checkpoint.load(self, Path(directory))
 
     def __enter__(self) -> Self:
@@ -173,6 +202,7 @@ class Worker:
             self.comm.fail(error)
             return
         try:
+            self._pause()
             self.comm.meet("the end of the worker")
             with torch.no_grad():
                 self.method.drain(self)
@@ -189,14 +219,27 @@ class Worker:
             raise ValueError("optimizer.step() must be called without a closure: gradients must be there before it")
         if self._lent:
             raise RuntimeError("optimizer.step() must not be called inside consensus(): its changes would be lost")
+        if not self.method.trains(self.rank):
+            raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
         self._flat.check()
-        self.step += 1
-        self.meter.begin_step(self.step)
-        self.method.before_step(self)
+        self._begin_step()
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        start = self.comm.now()
         self.method.after_step(self)
+        self.meter.add_method(self.comm.now() - start)
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        self.meter.begin_step(self.step)
+        start = self.comm.now()
+        self.method.before_step(self)
+        self.meter.add_method(self.comm.now() - start)
+
+    @torch.no_grad()
+    def _pause(self) -> None:
+        self.method.pause(self)
 
     @torch.no_grad()
     def _copy_from_rank_0(self) -> None:
@@ -213,13 +256,17 @@ class Worker:
         if self.size == 1:
             return
         self._control.mean(self.x, out=self.x)
+        # A rank that does not train has nothing to say about buffers such as running statistics.
+        members = self.comm.members
+        trained = [rank for rank in members if self.method.trains(rank)]
+        weight = len(members) / len(trained) if self.rank in trained else 0.0
         buffers = list(self.model.buffers())
         floating = [buffer for buffer in buffers if buffer.is_floating_point()]
         if floating:
-            flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
+            flat = weight * torch.cat([buffer.double().reshape(-1) for buffer in floating])
             parts = torch.split(self._control.mean(flat), [buffer.numel() for buffer in floating])
             for buffer, part in zip(floating, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
         for buffer in buffers:
             if not buffer.is_floating_point():
-                buffer.copy_(self._control.broadcast(buffer, root=self.comm.members[0]))
+                buffer.copy_(self._control.broadcast(buffer, root=trained[0]))

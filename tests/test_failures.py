@@ -206,14 +206,9 @@ def test_different_models() -> None:
     def build(mine: int) -> tuple[nn.Module, laconic.Method]:
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + mine)), laconic.AllReduce()
 
-    assert (
-        laconic.spawn(start, 2, build)
-        == [
-            "ValueError: all ranks must agree on parameters[2]: 1.weight (4, 4) torch.float32 on rank 0; "
-            "1.weight (5, 4) torch.float32 on rank 1"
-        ]
-        * 2
-    )
+    difference = "1.weight (4, 4) torch.float32 on rank 0; 1.weight (5, 4) torch.float32 on rank 1"
+    expected = f"ValueError: all ranks must agree on parameters[2]: {difference}"
+    assert laconic.spawn(start, 2, build) == [expected] * 2
 
 
 def test_different_versions() -> None:

@@ -33,6 +33,19 @@ def test_parameters_are_views_of_x() -> None:
     assert all((p == 0).all() for p in model.parameters())
 
 
+def test_a_scalar_lies_behind_x_in_the_same_memory() -> None:
+    worker = worker_of(build_model())
+    before = worker.x.clone()
+    worker.x_and_scalar[-1] = 7.0
+    assert torch.equal(worker.x, before)
+    worker.x_and_scalar.zero_()
+    assert all((p == 0).all() for p in worker.model.parameters())
+
+
+def test_a_method_has_no_metrics_unless_it_says_so() -> None:
+    assert worker_of(build_model()).method.metrics() == {}
+
+
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5)
 
 

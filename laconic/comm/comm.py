@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -12,23 +12,28 @@ from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.topology import Topology
 
+T_co = TypeVar("T_co", covariant=True)
+
 
 class PeerError(RuntimeError):
     """Another worker failed, left, is missing or is doing something else. The message names ranks, step and verb."""
 
 
-class Pending(ABC):
-    """A mean that is on its way."""
+class Pending(ABC, Generic[T_co]):
+    """A result that is on its way."""
 
     @abstractmethod
-    def wait(self) -> Tensor:
+    def wait(self) -> T_co:
         """The result; a second call returns it again."""
 
 
 class Comm(ABC):
     """`size` workers, of which this is `rank`. Every verb is called by all ranks, in the same order on each channel,
     with tensors of the same shape and dtype everywhere; `exchange` is between two. Inputs are never changed, unless
-    `out` is the input itself. Every wait ends: by the result, or by a `PeerError` that names who was missing."""
+    `out` is the input itself. Every wait ends: by the result, or by a `PeerError` that names who was missing.
+
+    A verb with `_async` in its name returns at once, and then its inputs may be overwritten. Several may be on their
+    way at a time; what was started first need not be waited for first."""
 
     rank: int
     size: int
@@ -45,19 +50,27 @@ class Comm(ABC):
         """The mean over workers, bit-identical on all. A result that is not finite raises on every rank."""
 
     @abstractmethod
-    def mean_async(self, x: Tensor) -> Pending:
-        """Start a mean and return at once. `x` may be overwritten as soon as this returns."""
+    def mean_async(self, x: Tensor) -> Pending[Tensor]: ...
 
     @abstractmethod
-    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """Send `chunks[j]` to rank j; the i-th result is what rank i sent here.
+    def all_to_all(self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None) -> list[Tensor]:
+        """Send the vector `chunks[j]` to rank j; the i-th result is what rank i sent here, `lengths[i]` entries.
 
-        What comes from each rank is as long as `chunks[rank]`: chunk j has the same length on every rank.
+        Without `lengths`, what comes from each rank is as long as `chunks[rank]`: chunk j has the same length on every
+        rank. With them, the lengths are free (0 too), so that this is also a gather, a scatter or both at a time.
         """
+
+    @abstractmethod
+    def all_to_all_async(
+        self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None
+    ) -> Pending[list[Tensor]]: ...
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Everyone's x, by rank."""
+
+    @abstractmethod
+    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]: ...
 
     @abstractmethod
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
@@ -102,3 +115,19 @@ class Comm(ABC):
 def ring_mean_nbytes(nbytes: int, size: int) -> int:
     """What one worker sends in a ring all-reduce."""
     return round(2 * (size - 1) * nbytes / size)
+
+
+def check_lengths(chunks: Sequence[Tensor], lengths: Sequence[int] | None, rank: int, size: int) -> list[int]:
+    """How many entries an all_to_all receives from each rank."""
+    if len(chunks) != size:
+        raise ValueError(f"all_to_all takes one chunk for each of {size} ranks, not {len(chunks)}")
+    own = chunks[rank].numel()
+    if lengths is None:
+        return [own] * size
+    if len(lengths) != size:
+        raise ValueError(f"all_to_all takes one length for each of {size} ranks, not {len(lengths)}")
+    if lengths[rank] != own:
+        raise ValueError(
+            f"lengths[{rank}] must be the length {own} of the chunk to this rank itself, not {lengths[rank]}"
+        )
+    return list(lengths)

@@ -5,23 +5,26 @@ The paths for GPUs are untested.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.background import BackgroundGossip
-from laconic.comm.comm import Comm, PeerError, Pending, ring_mean_nbytes
+from laconic.comm.comm import Comm, PeerError, Pending, check_lengths, ring_mean_nbytes
 from laconic.comm.finite import is_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Pairing
 from laconic.comm.register import SLICE, Register
 from laconic.topology import Topology
+
+T = TypeVar("T")
 
 
 class DistributedComm(Comm):
@@ -45,77 +48,89 @@ class DistributedComm(Comm):
     def _group(self) -> Any:
         """A group with a rank that is gone is of no use: the first verb after a meeting without it makes another."""
         if self._group_members != self.members:
-            group = dist.new_group(
+            self._members_group = dist.new_group(
                 self.members,
                 backend=self._backend,
                 timeout=timedelta(seconds=self._register.timeout),
                 use_local_synchronization=True,
             )
-            self._group_members, self._members_group = self.members, group
+            self._group_members = self.members
         return self._members_group
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         # Out of place the input is still there to look at afterwards; in place it must be looked at now.
         finite_here = is_finite(x) if out is x else None
-        result = _copy(x, out)
-        work = self._start("mean", ring_mean_nbytes(_nbytes(x), len(self.members)), lambda: self._all_reduce(result))
-        self._wait("mean", work)
-        self._require_finite(x, result, finite_here)
-        return result
+        return self._mean("mean", x, _copy(x, out), lambda: is_finite(x) if finite_here is None else finite_here).wait()
 
-    def mean_async(self, x: Tensor) -> Pending:
-        result = x.clone()
+    def mean_async(self, x: Tensor) -> Pending[Tensor]:
         finite_here = is_finite(x)
-        work = self._start(
-            "mean_async", ring_mean_nbytes(_nbytes(x), len(self.members)), lambda: self._all_reduce(result)
-        )
-        return MeanOnItsWay(self, work, result, finite_here)
+        return self._mean("mean_async", x, _copy(x, None), lambda: finite_here)
 
-    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        size = len(self.members)
-        if len(chunks) != size:
-            raise ValueError(f"all_to_all takes one chunk for each of {size} ranks, not {len(chunks)}")
+    def _mean(self, verb: str, x: Tensor, result: Tensor, finite_here: Callable[[], bool]) -> Pending[Tensor]:
+        def finish() -> Tensor:
+            self._require_finite(result, finite_here)
+            return result
+
+        return self._send(
+            verb,
+            ring_mean_nbytes(_nbytes(x), len(self.members)),
+            lambda: dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._group, async_op=True),
+            finish,
+        )
+
+    def all_to_all(self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None) -> list[Tensor]:
+        return self._all_to_all("all_to_all", chunks, lengths).wait()
+
+    def all_to_all_async(
+        self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None
+    ) -> Pending[list[Tensor]]:
+        return self._all_to_all("all_to_all_async", chunks, lengths)
+
+    def _all_to_all(self, verb: str, chunks: Sequence[Tensor], lengths: Sequence[int] | None) -> Pending[list[Tensor]]:
+        place = self.members.index(self.rank)
+        output_splits = check_lengths(chunks, lengths, place, len(self.members))
         sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
-        mine = chunks[self.members.index(self.rank)]
-        own = mine.numel()
-        received = sent.new_empty(own * size)
-        work = self._start(
-            "all_to_all",
-            _nbytes(sent) - _nbytes(mine),
+        received = sent.new_empty(sum(output_splits))
+        return self._send(
+            verb,
+            _nbytes(sent) - _nbytes(chunks[place]),
             lambda: dist.all_to_all_single(
                 received,
                 sent,
-                output_split_sizes=[own] * size,
+                output_split_sizes=output_splits,
                 input_split_sizes=[chunk.numel() for chunk in chunks],
                 group=self._group,
                 async_op=True,
             ),
+            lambda: list(torch.split(received, output_splits)),
         )
-        self._wait("all_to_all", work)
-        return list(received.view(size, own))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self.members]
-        work = self._start(
-            "all_gather",
+        return self._all_gather("all_gather", x.contiguous()).wait()
+
+    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
+        return self._all_gather("all_gather_async", _copy(x, None))
+
+    def _all_gather(self, verb: str, x: Tensor) -> Pending[list[Tensor]]:
+        results = [torch.empty_like(x) for _ in self.members]
+        return self._send(
+            verb,
             (len(self.members) - 1) * _nbytes(x),
-            lambda: dist.all_gather(results, x.contiguous(), group=self._group, async_op=True),
+            lambda: dist.all_gather(results, x, group=self._group, async_op=True),
+            lambda: results,
         )
-        self._wait("all_gather", work)
-        return results
 
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
         self._check_rank("root", root)
         result = _copy(x, out)
         size = len(self.members)
         place = (self.members.index(self.rank) - self.members.index(root)) % size
-        work = self._start(
+        return self._send(
             "broadcast",
             _tree_children(place, size) * _nbytes(x),
             lambda: dist.broadcast(result, src=root, group=self._group, async_op=True),
-        )
-        self._wait("broadcast", work)
-        return result
+            lambda: result,
+        ).wait()
 
     def exchange(self, x: Tensor, peer: int) -> Tensor:
         self._check_rank("peer", peer)
@@ -126,8 +141,7 @@ class DistributedComm(Comm):
         verb = f"exchange with rank {peer}"
         arriving = self._start("exchange", 0, lambda: dist.irecv(received, src=peer, group=self._group), verb)
         leaving = self._start("exchange", _nbytes(x), lambda: dist.isend(sent, dst=peer, group=self._group), verb)
-        self._wait("exchange", arriving, verb)
-        self._wait("exchange", leaving, verb)
+        self._wait("exchange", Delivery([arriving, leaving]), verb)
         return received
 
     def gossip(self, topology: Topology, talk: Talk) -> Gossip:
@@ -164,8 +178,8 @@ class DistributedComm(Comm):
         for group in {self._whole, self._members_group}:
             dist.destroy_process_group(group)
 
-    def _all_reduce(self, result: Tensor) -> Any:
-        return dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+    def _send(self, verb: str, nbytes: int, launch: Callable[[], Any], finish: Callable[[], T]) -> OnItsWay[T]:
+        return OnItsWay(self, verb, self._start(verb, nbytes, launch), launch, finish)
 
     def _start(self, verb: str, nbytes: int, launch: Callable[[], Any], doing: str = "") -> dist.Work:
         try:
@@ -176,7 +190,7 @@ class DistributedComm(Comm):
         assert isinstance(work, dist.Work)
         return work
 
-    def _wait(self, verb: str, work: dist.Work, doing: str = "") -> None:
+    def _wait(self, verb: str, work: dist.Work | Delivery, doing: str = "") -> None:
         """Wait in slices, and between them look whether waiting makes sense."""
         doing = f"{doing or verb} at step {self.meter.step}"
         start = time.monotonic()
@@ -185,7 +199,7 @@ class DistributedComm(Comm):
                 try:
                     work.wait(timedelta(seconds=SLICE))
                     return
-                except RuntimeError as error:
+                except (RuntimeError, TimeoutError) as error:
                     over = time.monotonic() - start > self._register.timeout
                     if work.is_completed():
                         raise self._register.roll_call(doing, _first_line(error)) from error
@@ -195,33 +209,66 @@ class DistributedComm(Comm):
         finally:
             self.meter.add(self._name, verb, seconds=time.monotonic() - start)
 
-    def _require_finite(self, x: Tensor, result: Tensor, finite_here: bool | None) -> None:
+    def _require_finite(self, result: Tensor, finite_here: Callable[[], bool]) -> None:
         # The result is the same everywhere, so either all ranks meet below or none does.
         if is_finite(result):
             return
-        finite = self.meet("a mean that is not finite", is_finite(x) if finite_here is None else finite_here)
+        finite = self.meet("a mean that is not finite", finite_here())
         culprits = [rank for rank, is_fine in zip(self.members, finite, strict=True) if not is_fine]
         where = f"on rank {', '.join(map(str, culprits))}" if culprits else "in the sum, though finite on every rank"
         raise FloatingPointError(f"mean at step {self.meter.step}: NaN or infinity {where}")
 
     def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name} must be a rank from 0 to {self.size - 1}, not {rank}")
         if rank not in self.members:
-            raise ValueError(f"{name} must be a rank from 0 to {self.size - 1} that is still in it, not {rank}")
+            raise ValueError(f"{name} must be a rank that is still in it ({self.members}), not {rank}")
 
 
-class MeanOnItsWay(Pending):
-    """Holds the tensor and the handle: gloo needs both alive until the end."""
+class Delivery:
+    """Messages between two ranks. A wait for one that times out breaks all connections of its gloo group, so a thread
+    waits to the end, and who waits for a slice of time waits for the thread."""
 
-    def __init__(self, comm: DistributedComm, work: dist.Work, result: Tensor, finite_here: bool) -> None:
-        self._comm, self._work, self._result, self._finite_here = comm, work, result, finite_here
-        self._done = False
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+        self._done = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, name="laconic-delivery", daemon=True).start()
 
-    def wait(self) -> Tensor:
-        if not self._done:
-            self._comm._wait("mean_async", self._work)
-            self._comm._require_finite(self._result, self._result, self._finite_here)
-            self._done = True
-        return self._result
+    def _run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._done.wait(timeout.total_seconds()):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+
+class OnItsWay(Pending[T]):
+    """Holds the handle and, by the two functions, the tensors: gloo needs all of them alive until the end."""
+
+    def __init__(
+        self, comm: DistributedComm, verb: str, work: dist.Work, launch: Callable[[], Any], finish: Callable[[], T]
+    ) -> None:
+        self._comm, self._verb, self._finish = comm, verb, finish
+        self._underway: tuple[dist.Work, Callable[[], Any]] | None = (work, launch)
+        self._result: list[T] = []
+
+    def wait(self) -> T:
+        if self._underway is not None:
+            self._comm._wait(self._verb, self._underway[0])
+            self._result = [self._finish()]
+            self._underway = None
+        return self._result[0]
 
 
 def _copy(x: Tensor, out: Tensor | None) -> Tensor:

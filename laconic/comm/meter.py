@@ -18,6 +18,8 @@ class Counts:
     """Tallies by (channel, verb). A channel or verb that is not given means all of them."""
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    waited: float = 0.0  # seconds the training thread was blocked, on whatever channel
+    method_seconds: float = 0.0  # seconds of the training thread in the method's hooks, waiting included
 
     def _sum(self, what: str, channel: str | None, verb: str | None) -> float:
         return sum(  # type: ignore[no-any-return]
@@ -34,7 +36,7 @@ class Counts:
         return int(self._sum("nbytes", channel, verb))
 
     def seconds(self, channel: str | None = None, verb: str | None = None) -> float:
-        """Seconds a caller was blocked, waiting for the network or for other workers."""
+        """Seconds a caller was blocked, waiting for the network or for other workers, in whatever thread."""
         return self._sum("seconds", channel, verb)
 
 
@@ -47,6 +49,7 @@ class Meter:
         self.total = Counts()
         self.last_step = Counts()
         self._lock = threading.Lock()
+        self._training_thread = threading.get_ident()
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -59,3 +62,9 @@ class Meter:
                 tally.calls += calls
                 tally.nbytes += nbytes
                 tally.seconds += seconds
+                if threading.get_ident() == self._training_thread:
+                    counts.waited += seconds
+
+    def add_method(self, seconds: float) -> None:
+        for counts in (self.total, self.last_step):
+            counts.method_seconds += seconds

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from laconic.comm.comm import Comm, Pending
+from laconic.comm.comm import Comm, Pending, check_lengths
 from laconic.comm.finite import is_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.topology import Topology
 
+T = TypeVar("T")
 
-class Arrived(Pending):
-    def __init__(self, result: Tensor) -> None:
+
+class Arrived(Pending[T]):
+    def __init__(self, result: T) -> None:
         self.result = result
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         return self.result
 
 
@@ -39,16 +41,23 @@ class Solo(Comm):
             raise FloatingPointError(f"mean at step {self.meter.step}: not finite on rank 0")
         return _copy(x, out)
 
-    def mean_async(self, x: Tensor) -> Pending:
+    def mean_async(self, x: Tensor) -> Pending[Tensor]:
         return Arrived(self.mean(x))
 
-    def all_to_all(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        if len(chunks) != 1:
-            raise ValueError(f"all_to_all takes one chunk for each of 1 ranks, not {len(chunks)}")
+    def all_to_all(self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None) -> list[Tensor]:
+        check_lengths(chunks, lengths, self.rank, self.size)
         return [chunks[0].clone()]
+
+    def all_to_all_async(
+        self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None
+    ) -> Pending[list[Tensor]]:
+        return Arrived(self.all_to_all(chunks, lengths=lengths))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x.clone()]
+
+    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
+        return Arrived(self.all_gather(x))
 
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
         if root != 0:

@@ -13,8 +13,10 @@ from laconic import topology
 from laconic.comm.pairing import Board, Dropped, Need, Pairing, bell_key
 
 GRAPHS = st.sampled_from(
-    [topology.ring(2), topology.ring(5), topology.ring(8), topology.complete(5), topology.exponential(7)]
-    + [topology.torus(2, 3), topology.from_edges([(0, 1), (0, 2), (0, 3), (3, 4)])]
+    [
+        *(topology.ring(2), topology.ring(5), topology.ring(8), topology.complete(5), topology.exponential(7)),
+        *(topology.torus(2, 3), topology.from_edges([(0, 1), (0, 2), (0, 3), (3, 4)])),
+    ]
 )
 
 

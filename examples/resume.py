@@ -1,0 +1,36 @@
+"""Save now and then, and go on after a crash from the last checkpoint: run it twice.
+
+torchrun --nproc-per-node 2 examples/resume.py runs/resume
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import laconic
+
+directory = Path(sys.argv[1])
+torch.manual_seed(0)
+model = nn.Linear(20, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+with laconic.Worker(model, optimizer, laconic.LocalSGD(period=4, moments="averaged")) as worker:
+    lowest = float("inf")
+    if directory.exists():
+        lowest = worker.load(directory)["lowest"]
+        print(f"rank {worker.rank} goes on after step {worker.step}")
+    stop = worker.step + 60
+    while worker.step < stop:
+        # A batch depends on nothing but step and rank, so a resumed run sees what it would have seen.
+        data = torch.Generator().manual_seed(1000 * worker.step + worker.rank)
+        x = torch.randn(16, 20, generator=data)
+        loss = nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lowest = min(lowest, loss.item())
+        if worker.step % 20 == 0:
+            worker.save(directory, {"lowest": lowest})
+    print(f"rank {worker.rank} is at step {worker.step}, lowest loss {lowest:.4f}")

@@ -1,0 +1,126 @@
+"""The figures of a comparison as an HTML table, and the runs that failed as a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from laconic.bench.headline import REFERENCE, times
+from laconic.bench.record import Record
+from laconic.bench.summary import Spread, Summary
+from laconic.bench.units import ABSENT, metric_name, metric_text, nbytes_text, number_text, seconds_text
+
+
+def table_html(summaries: Sequence[Summary], target: float | None, colours: dict[str, str]) -> str:
+    ran = [summary for summary in summaries if summary.runs]
+    if not ran:
+        return '<p class="note">No run ended well.</p>'
+    some = ran[0].runs[0]
+    channels = list(dict.fromkeys(channel for summary in ran for channel in summary.payload_nbytes_per_step))
+    channels = channels or ["foreground"]
+    reference = next((summary for summary in ran if summary.way == REFERENCE), None)
+    to_target = [] if target is None else ["time", "bytes", "steps"]
+    goal = "" if target is None else f"to {metric_text(some.metric, target)}"
+    groups = [
+        (goal, to_target),
+        ("over DDP", ["speed-up"]),
+        (metric_name(some.metric), ["final"]),
+        ("a step", ["whole", "compute", "waiting", "own work"]),
+        ("bytes a step", [*channels, "card"]),
+        ("memory", ["peak"]),
+        ("seeds", ["ended"]),
+    ]
+    head = "".join(f'<th colspan="{len(c)}" scope="colgroup">{escape(g)}</th>' for g, c in groups if c)
+    columns = "".join(
+        f'<th scope="col"{" class=first" if i == 0 else ""}>{escape(c)}</th>'
+        for _, cs in groups
+        for i, c in enumerate(cs)
+    )
+    rows = "".join(_row_html(s, target, reference, channels, colours[s.name], [len(c) for _, c in groups]) for s in ran)
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="All figures"><table><thead>'
+        f'<tr><th rowspan="2" scope="col">way</th>{head}</tr><tr>{columns}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f'<p class="note">{escape(_note(target))}</p>'
+    )
+
+
+def _row_html(
+    summary: Summary,
+    target: float | None,
+    reference: Summary | None,
+    channels: list[str],
+    colour: str,
+    widths: list[int],
+) -> str:
+    cells = [
+        *([] if target is None else _target_cells(summary, target)),
+        _speed_up(summary, reference, target),
+        _spread_text(summary.runs[0].metric, summary.final),
+        *_split_cells(summary),
+        *(nbytes_text(summary.payload_nbytes_per_step.get(channel)) for channel in channels),
+        nbytes_text(summary.card_nbytes_per_step),
+        nbytes_text(summary.peak_memory_nbytes),
+        f"{len(summary.runs)} of {len(summary.runs) + len(summary.failed)}",
+    ]
+    firsts = {sum(widths[:i]) for i in range(len(widths))}
+    filled = "".join(f"<td{' class=first' if i in firsts else ''}>{escape(cell)}</td>" for i, cell in enumerate(cells))
+    name = escape(summary.name)
+    return f'<tr data-way="{name}"><th scope="row" class="{colour}"><i class="dot"></i>{name}</th>{filled}</tr>'
+
+
+def _target_cells(summary: Summary, target: float) -> list[str]:
+    cost = summary.to_target(target)
+    if cost is None:
+        return ["not reached", ABSENT, ABSENT]
+    share = "" if cost.by_all else f" ({cost.reached} of {cost.seeds})"
+    return [seconds_text(cost.seconds) + share, nbytes_text(cost.payload_nbytes), number_text(cost.step)]
+
+
+def _speed_up(summary: Summary, reference: Summary | None, target: float | None) -> str:
+    """In the time to the target where there is one, in the time of a step otherwise."""
+    if reference is None:
+        return ABSENT
+    if target is None:
+        own, its = summary.split, reference.split
+        return times(its.step / own.step) if own and its and own.step else ABSENT
+    cost, against = summary.to_target(target), reference.to_target(target)
+    if cost is None or against is None or not (cost.by_all and against.by_all) or not cost.seconds:
+        return ABSENT
+    return times(against.seconds / cost.seconds)
+
+
+def _split_cells(summary: Summary) -> list[str]:
+    split = summary.split
+    if split is None:
+        return [ABSENT] * 4
+    return [seconds_text(part) for part in (split.step, split.compute, split.waiting, split.method)]
+
+
+def _spread_text(metric: str, value: Spread | None) -> str:
+    if value is None:
+        return ABSENT
+    text = metric_text(metric, value.mean)
+    if value.deviation is None:
+        return text
+    return f"{text.removesuffix(' %')} ± {metric_text(metric, value.deviation, digits=2)}"
+
+
+def _note(target: float | None) -> str:
+    speed_up = "the time to the target" if target is not None else "the time of a step, as no target was given"
+    return (
+        f"Means over seeds; ± is the standard deviation over seeds. Speed-up is in {speed_up}. Bytes are those one worker "
+        "sends: the payload by channel, and what its network card counted. A step’s parts that cannot be told apart "
+        f"are left open ({ABSENT}). Memory is that of the largest worker."
+    )
+
+
+def failures_html(records: Sequence[Record]) -> str:
+    failed = [record for record in records if record.status != "ok"]
+    if not failed:
+        return ""
+    items = "".join(
+        f"<li><strong>{escape(record.name)}</strong>, seed {record.seed}: "
+        f"<span>{escape(record.reason or 'no reason was recorded')}</span></li>"
+        for record in failed
+    )
+    return f'<h3>Runs that failed</h3><ul class="failures">{items}</ul>'

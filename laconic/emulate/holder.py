@@ -1,0 +1,213 @@
+"""The process that makes an emulated network and keeps it alive; when it ends, the kernel removes all of it.
+
+It is run by its path, not as a module of the package, so that it starts without torch. Nothing is ever made in the
+machine's own network namespace: switch and hosts are namespaces without a name, which only this process's handles keep.
+One line of JSON on the standard input describes the network, each further line asks for the counters; each gets a line.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import select
+import sys
+from typing import Any
+
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+_ADDR_GEN_MODE_NONE = 1
+_TBF_HANDLE = 0x10000
+_NETEM_HANDLE = 0x20000
+
+
+class CannotEmulateError(Exception):
+    """Something this machine lacks; the message is for the user."""
+
+
+def unshare(flags: int) -> None:
+    _check(_libc().unshare(flags))
+
+
+def setns(descriptor: int, kind: int) -> None:
+    _check(_libc().setns(descriptor, kind))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_able_to_make_networks() -> bool:
+    """Make a user namespace, where this process is not privileged without; say whether it was needed."""
+    try:
+        unshare(CLONE_NEWNET)
+    except PermissionError:
+        pass
+    except OSError as error:
+        raise CannotEmulateError(f"the kernel makes no further network namespace ({error.strerror})") from error
+    else:
+        return False
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        unshare(CLONE_NEWUSER)
+        _write("/proc/self/setgroups", "deny")  # else the kernel refuses the map of groups
+        _write("/proc/self/uid_map", f"{uid} {uid} 1")
+        _write("/proc/self/gid_map", f"{gid} {gid} 1")
+        unshare(CLONE_NEWNET)
+    except OSError as error:
+        raise CannotEmulateError(
+            f"this user may make no network namespace, neither directly nor in a user namespace ({error.strerror}); "
+            "an administrator can allow it (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+            "kernel.apparmor_restrict_unprivileged_userns; in a container, --privileged), or run it as root"
+        ) from error
+    return True
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _new_namespace() -> int:
+    unshare(CLONE_NEWNET)
+    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Fabric:
+    """The switch, the hosts, and a netlink socket in each."""
+
+    def __init__(self, links: list[dict[str, Any]]) -> None:
+        from pyroute2 import IPRoute
+
+        self.namespaces = [_new_namespace() for _ in links]
+        self.hosts = []
+        for namespace in self.namespaces:
+            setns(namespace, CLONE_NEWNET)
+            self.hosts.append(IPRoute())
+        unshare(CLONE_NEWNET)
+        self.switch = IPRoute()
+        self.ports: list[int] = []
+        bridge = self._add_bridge()
+        for index, link in enumerate(links):
+            self._connect(index, link, bridge)
+
+    def _add_bridge(self) -> int:
+        self.switch.link("add", ifname="switch", kind="bridge", br_stp_state=0, br_mcast_snooping=0)
+        (bridge,) = self.switch.link_lookup(ifname="switch")
+        _up(self.switch, bridge)
+        return int(bridge)
+
+    def _connect(self, index: int, link: dict[str, Any], bridge: int) -> None:
+        peer = {"ifname": "eth0", "net_ns_fd": self.namespaces[index]}
+        self.switch.link("add", ifname=f"port{index}", kind="veth", master=bridge, peer=peer)
+        (port,) = self.switch.link_lookup(ifname=f"port{index}")
+        self.ports.append(port)
+        host = self.hosts[index]
+        (loopback,) = host.link_lookup(ifname="lo")
+        (eth0,) = host.link_lookup(ifname="eth0")
+        host.link("set", index=loopback, state="up")
+        host.addr("add", index=eth0, address=link["address"], prefixlen=link["prefix"])
+        for netlink, device in ((host, eth0), (self.switch, port)):
+            netlink.link("set", index=device, gso_max_segs=link["frames_per_segment"])
+            _shape(netlink, device, link)
+            _up(netlink, device)
+
+    def counters(self) -> list[tuple[int, int]]:
+        """Bytes sent and received by each host, as its shapers let them through: whole frames, each counted once.
+
+        The device's own counters would take several frames of TCP, handed over as one, for a single frame.
+        """
+        received = _shaped_nbytes(self.switch)
+        sent = [sum(_shaped_nbytes(host).values()) for host in self.hosts]
+        return [(nbytes, received[port]) for nbytes, port in zip(sent, self.ports, strict=True)]
+
+
+def _up(netlink: Any, device: int) -> None:
+    # No link-local IPv6 address: its announcements would be traffic, and counted, that nobody asked for.
+    if os.path.exists("/proc/net/if_inet6"):
+        mode = {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _ADDR_GEN_MODE_NONE]]}
+        netlink.link("set", index=device, IFLA_AF_SPEC={"attrs": [["AF_INET6", mode]]})
+    netlink.link("set", index=device, state="up")
+
+
+def _shape(netlink: Any, device: int, link: dict[str, Any]) -> None:
+    from pyroute2.netlink.exceptions import NetlinkError
+    from pyroute2.netlink.rtnl import TC_H_ROOT
+
+    parent = TC_H_ROOT
+    if link["needs_netem"]:
+        settings = {"delay": link["delay_us"], "loss": link["loss_percent"], "limit": link["delayed_frames"]}
+        try:
+            netlink.tc("add", "netem", device, handle=_NETEM_HANDLE, parent=parent, **settings)
+        except NetlinkError as error:
+            if error.code == errno.ENOENT:
+                raise CannotEmulateError(
+                    "this kernel has no netem (CONFIG_NET_SCH_NETEM), which delay and loss need: give the rate alone"
+                ) from error
+            raise
+        parent = _NETEM_HANDLE + 1
+    buckets = {"rate": link["bytes_per_second"], "burst": link["burst_nbytes"], "limit": link["queue_nbytes"]}
+    netlink.tc("add", "tbf", device, handle=_TBF_HANDLE, parent=parent, **buckets)
+
+
+def _shaped_nbytes(netlink: Any) -> dict[int, int]:
+    shapers = (shaper for shaper in netlink.tc("dump") if shaper.get("kind") == "tbf")
+    return {shaper["index"]: shaper.get("stats2").get("TCA_STATS_BASIC")["bytes"] for shaper in shapers}
+
+
+def _make(links: list[dict[str, Any]]) -> tuple[Fabric, dict[str, Any]]:
+    try:
+        from pyroute2.netlink.exceptions import NetlinkError
+    except ImportError as error:
+        raise CannotEmulateError("pyroute2 is not installed: pip install 'laconic[bench]'") from error
+    in_user_namespace = become_able_to_make_networks()
+    try:
+        fabric = Fabric(links)
+    except (OSError, NetlinkError) as error:
+        raise CannotEmulateError(f"the kernel refused the emulated network: {error}") from error
+    user = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC) if in_user_namespace else None
+    return fabric, {"namespaces": fabric.namespaces, "user": user}
+
+
+def _watch(parent: int) -> int:
+    """A descriptor that becomes readable when the parent ends.
+
+    The end of the input does not tell: a forked child of the parent may have inherited the other end of the pipe. Nor
+    does the signal on a parent's death: it comes when the thread that started this process ends.
+    """
+    try:
+        watched = os.pidfd_open(parent)
+    except OSError as error:
+        raise CannotEmulateError(f"the kernel does not let a process watch another (pidfd_open: {error})") from error
+    if os.getppid() != parent:
+        sys.exit("the parent has ended already")
+    return watched
+
+
+def _reply(message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def main(parent: int) -> None:
+    try:
+        watched = _watch(parent)
+        fabric, description = _make(json.loads(sys.stdin.buffer.readline()))
+    except CannotEmulateError as error:
+        _reply({"error": str(error)})
+        return
+    _reply(description)
+    while True:
+        ready, _, _ = select.select([sys.stdin.buffer, watched], [], [])
+        if watched in ready or not sys.stdin.buffer.readline():
+            return
+        _reply(fabric.counters())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""Download a dataset: official address first, then the mirrors, verified before anything takes its final name."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from laconic.tasks.data.cache import locked
+from laconic.tasks.data.dataset import Dataset, DatasetError, Source, data_folder
+
+CHUNK_NBYTES = 1 << 18
+TIMEOUT_SECONDS = 30.0
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with the address, the bytes so far and, where the server says, the bytes in all."""
+
+
+def fetch_dataset(dataset: Dataset, progress: Progress | None = None) -> list[Path]:
+    """Make the dataset present and verified in the data folder; the paths of its files.
+
+    What is there and intact is kept. DatasetError, with every address and its reason, if no source delivers.
+    """
+    folder = data_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / ".fetch.lock"):
+            return _fetch_locked(dataset, folder, progress or _silent)
+    except OSError as error:
+        raise DatasetError(f"cannot write {dataset.name} to {folder}: {error}") from error
+
+
+def _silent(url: str, nbytes: int, total_nbytes: int | None) -> None:
+    return
+
+
+def _fetch_locked(dataset: Dataset, folder: Path, progress: Progress) -> list[Path]:
+    present = dataset.present()
+    if present is not None:
+        try:
+            dataset.contents(present)
+            return [folder / file.path for file in present.files]
+        except DatasetError:
+            # Only what we would write ourselves may be replaced; any other file is the user's to delete.
+            if present is not dataset.fetched:
+                raise
+    failures: list[str] = []
+    for source in dataset.sources:
+        try:
+            contents = _from_source(source, folder / ".partial", progress)
+            for file in dataset.fetched.files:
+                if file.path not in contents:
+                    raise DatasetError(f"{source.urls[0]}: has no {file.path}")
+                try:
+                    file.check(contents[file.path])
+                except DatasetError as error:
+                    raise DatasetError(f"{source.urls[0]}: {error}") from None
+        except DatasetError as error:
+            failures.append(str(error))
+            continue
+        for file in dataset.fetched.files:
+            replace_file(folder / file.path, contents[file.path])
+        shutil.rmtree(folder / ".partial")
+        return [folder / file.path for file in dataset.fetched.files]
+    raise DatasetError(f"cannot fetch {dataset.name}; tried:\n" + "\n".join(f"  {failure}" for failure in failures))
+
+
+def _from_source(source: Source, partial: Path, progress: Progress) -> dict[str, bytes]:
+    downloads: list[Path] = []
+    for url in source.urls:
+        target = partial / re.sub(r"[^A-Za-z0-9.]+", "_", url)
+        try:
+            if not target.exists():
+                download(url, target, progress)
+        except (OSError, http.client.HTTPException) as error:
+            raise DatasetError(f"{url}: {reason(error)}") from error
+        downloads.append(target)
+    try:
+        return dict(source.unpack(downloads))
+    except (OSError, EOFError, ValueError, KeyError, tarfile.TarError) as error:
+        raise DatasetError(f"{source.urls[0]}: cannot be unpacked: {error}") from error
+    finally:
+        for path in downloads:
+            path.unlink()
+
+
+def download(url: str, target: Path, progress: Progress) -> None:
+    """Download to `target`, going on from where an interrupted attempt stopped, if the server can."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    done = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"User-Agent": "laconic"})
+    if done and not url.startswith("file:"):
+        request.add_header("Range", f"bytes={done}-")
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 416:  # what we hold is not the beginning of what the server has now
+                part.unlink()
+            raise
+    with response:
+        resumed = response.status == 206
+        done = done if resumed else 0
+        length = response.headers.get("Content-Length")
+        total = done + int(length) if length is not None else None
+        with part.open("ab" if resumed else "wb") as file:
+            while chunk := response.read(CHUNK_NBYTES):
+                file.write(chunk)
+                done += len(chunk)
+                progress(url, done, total)
+    if total is not None and done < total:
+        raise OSError(f"connection closed after {done} of {total} bytes; run again to go on from there")
+    part.rename(target)
+
+
+def reason(error: Exception) -> str:
+    """Why an address failed, in a few words."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code} {error.reason}"
+    if isinstance(error, urllib.error.URLError):
+        return str(error.reason)
+    return str(error) or type(error).__name__
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that its name never stands for a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

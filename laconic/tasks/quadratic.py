@@ -1,0 +1,106 @@
+"""`quadratic`: least squares with a known optimum and a known condition number, made of noise alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from laconic.tasks.order import generator
+from laconic.tasks.task import Batch, Shard, Task, device_of, evaluating
+
+
+class Problem(NamedTuple):
+    """E ½(a·w − b)² with a ~ N(0, diag(curvature)) and b = a·optimum + noise."""
+
+    curvature: NDArray[np.float32]
+    optimum: NDArray[np.float32]
+
+
+@lru_cache(maxsize=8)
+def problem(dimension: int, condition: float) -> Problem:
+    """Curvatures from 1 down to 1 / condition, evenly in the logarithm; an optimum on the unit sphere."""
+    curvature = np.geomspace(1.0, 1.0 / condition, dimension).astype(np.float32)
+    optimum = generator("quadratic", dimension).standard_normal(dimension)
+    return Problem(curvature, (optimum / np.linalg.norm(optimum)).astype(np.float32))
+
+
+@dataclass(frozen=True)
+class Quadratic(Task):
+    """Each worker draws its own endless noisy samples of one problem; no sample comes twice.
+
+    `evaluate` is exact, not sampled: `excess_loss` is the expected loss above its minimum ½ noise², `distance` that of
+    the weights to the optimum.
+    """
+
+    name: ClassVar[str] = "quadratic"
+    metric: ClassVar[str] = "excess_loss"
+    higher_is_better: ClassVar[bool] = False
+    partitions: ClassVar[tuple[str, ...]] = ("iid",)
+
+    dimension: int = 256
+    condition: float = 10.0
+    noise: float = 0.1
+    batch_size: int = 64
+    lr: float = 0.02
+    optimizer: Literal["adam", "adamw", "sgd"] = "sgd"
+    steps: int = 300
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dimension < 1:
+            raise ValueError(f"dimension must be at least 1, not {self.dimension!r}")
+        if not (self.condition >= 1 and math.isfinite(self.condition)):
+            raise ValueError(f"condition must be a number of at least 1, not {self.condition!r}")
+        if not (self.noise >= 0 and math.isfinite(self.noise)):
+            raise ValueError(f"noise must be a number of at least 0, not {self.noise!r}")
+
+    def build_model(self) -> nn.Module:
+        """Starts at the origin, at distance 1 from the optimum, whatever the seed."""
+        model = nn.Linear(self.dimension, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def load(self, rank: int, size: int, seed: int) -> Shard:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be at least 0 and below size = {size}, not {rank}")
+        return NoisyRows(self, rank, seed)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        a, b = (tensor.to(device_of(model)) for tensor in batch)
+        return 0.5 * F.mse_loss(model(a).squeeze(1), b)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        curvature, optimum = problem(self.dimension, self.condition)
+        with evaluating(model):
+            basis = torch.eye(self.dimension, device=device_of(model))
+            error = model(basis).squeeze(1).cpu().double().numpy() - optimum
+        excess = 0.5 * float(curvature @ error**2)
+        return {
+            "loss": excess + 0.5 * self.noise**2,
+            "excess_loss": excess,
+            "distance": float(np.linalg.norm(error)),
+        }
+
+
+@dataclass(frozen=True)
+class NoisyRows:
+    """Rows a, (batch, dimension), and targets b, (batch,), drawn anew for each step."""
+
+    task: Quadratic
+    rank: int
+    seed: int
+
+    def batch(self, step: int) -> Batch:
+        curvature, optimum = problem(self.task.dimension, self.task.condition)
+        rng = generator("rows", self.seed, self.rank, step)
+        a = rng.standard_normal((self.task.batch_size, self.task.dimension), dtype=np.float32) * np.sqrt(curvature)
+        b = a @ optimum + self.task.noise * rng.standard_normal(self.task.batch_size, dtype=np.float32)
+        return torch.from_numpy(a), torch.from_numpy(b.astype(np.float32))

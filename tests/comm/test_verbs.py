@@ -1,0 +1,197 @@
+"""Each verb over real processes: its result, its bytes, its untouched input, its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from laconic.comm import Comm, Solo, connect
+from tests.helpers import rank
+
+
+def comm(timeout: float = 30.0) -> Comm:
+    return connect(torch.device("cpu"), timeout)
+
+
+def everything() -> dict[str, Any]:
+    c = comm()
+    x = torch.arange(6.0).view(2, 3) + 10 * c.rank
+    kept = x.clone()
+    chunks = [torch.full((j + 1,), 10 * c.rank + j, dtype=torch.uint8) for j in range(c.size)]
+    pending = c.channel().mean_async(x)
+    results = {
+        "mean": c.mean(x),
+        "all_gather": c.all_gather(x),
+        "broadcast": c.broadcast(x, root=1),
+        "all_to_all": c.all_to_all(chunks),
+        "exchange": c.exchange(x, c.rank ^ 1) if c.rank < 2 else None,
+        "strided": c.mean(x.t()),
+        "mean_async": pending.wait(),
+        "again": pending.wait(),
+        "empty": c.mean(torch.empty(0)),
+        "untouched": torch.equal(x, kept),
+        "nbytes": {f"{channel}.{verb}": tally.nbytes for (channel, verb), tally in c.meter.total.tallies.items()},
+        "seconds": c.meter.total.seconds(),
+    }
+    out = torch.empty(2, 3)
+    assert c.mean(x, out=out) is out
+    assert torch.equal(out, results["mean"])  # type: ignore[arg-type]
+    assert c.mean(x, out=x) is x
+    assert torch.equal(x, out)
+    return results
+
+
+def test_every_verb() -> None:
+    base = torch.arange(6.0).view(2, 3)
+    results = laconic.spawn(everything, 3)
+    for i, r in enumerate(results):
+        assert torch.equal(r["mean"], base + 10)
+        assert torch.equal(r["strided"], (base + 10).t())
+        assert torch.equal(r["mean_async"], base + 10)
+        assert torch.equal(r["again"], base + 10)
+        assert r["empty"].shape == (0,)
+        assert torch.equal(torch.stack(r["all_gather"]), torch.stack([base, base + 10, base + 20]))
+        assert torch.equal(r["broadcast"], base + 10)
+        assert [chunk.tolist() for chunk in r["all_to_all"]] == [[10 * sender + i] * (i + 1) for sender in range(3)]
+        if i < 2:
+            assert torch.equal(r["exchange"], base + 10 * (1 - i))
+        assert r["untouched"]
+        assert r["seconds"] > 0
+        assert r["nbytes"] | {"foreground.exchange": 24} == {
+            "foreground.mean": 2 * round(2 * 2 / 3 * 24),
+            "background.mean_async": round(2 * 2 / 3 * 24),
+            "foreground.all_gather": 2 * 24,
+            "foreground.broadcast": {1: 2 * 24, 2: 0, 0: 0}[i],
+            "foreground.all_to_all": 6 - (i + 1),
+            "foreground.exchange": 24,
+        }
+
+
+def test_a_world_of_one_gives_the_same_verbs() -> None:
+    c = Solo()
+    x = torch.randn(4)
+    for result in (c.mean(x), c.mean_async(x).wait(), c.broadcast(x), c.all_gather(x)[0], c.all_to_all([x])[0]):
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    assert c.mean(x, out=x) is x
+    assert c.meet("anything", {"a": 1}) == [{"a": 1}]
+    assert c.meter.total.nbytes() == 0
+    with pytest.raises(FloatingPointError, match="not finite"):
+        c.mean(torch.tensor([1.0, float("inf")]))
+
+
+def test_what_is_sent_may_be_overwritten_at_once() -> None:
+    def run() -> Tensor:
+        c = comm()
+        x = torch.ones(1_000_000) * c.rank
+        pending = c.mean_async(x)
+        x.zero_()
+        return pending.wait()[[0, -1]]
+
+    assert [result.tolist() for result in laconic.spawn(run, 2)] == [[0.5, 0.5]] * 2
+
+
+def test_channels_do_not_mix() -> None:
+    """The two ranks start their means in opposite order, each on a channel of its own."""
+
+    def run() -> list[float]:
+        c = comm()
+        one, two = c.channel("one"), c.channel("two")
+        first, second = torch.tensor([1.0 + c.rank]), torch.tensor([10.0 + c.rank])
+        if c.rank == 0:
+            a, b = one.mean_async(first), two.mean_async(second)
+        else:
+            b, a = two.mean_async(second), one.mean_async(first)
+        return [a.wait().item(), b.wait().item()]
+
+    assert laconic.spawn(run, 2) == [[1.5, 10.5]] * 2
+
+
+def test_dtypes() -> None:
+    def run() -> list[tuple[str, float]]:
+        c = comm()
+        kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        means = [c.mean(torch.full((3,), float(c.rank), dtype=kind)) for kind in kinds]
+        return [(str(mean.dtype), mean[0].item()) for mean in means]
+
+    names = ["float64", "float32", "bfloat16", "float16"]
+    assert laconic.spawn(run, 2) == [[(f"torch.{name}", 0.5) for name in names]] * 2
+
+
+def test_a_sum_that_overflows_is_named() -> None:
+    def run() -> str:
+        try:
+            comm().mean(torch.full((4,), 3e38))
+        except FloatingPointError as error:
+            return str(error)
+        return ""
+
+    assert (
+        laconic.spawn(run, 2)
+        == [
+            "mean at step 0: NaN or infinity in the sum, though finite on every rank",
+        ]
+        * 2
+    )
+
+
+def test_large_finite_values_are_no_error() -> None:
+    """The quick look sums the vector, which overflows here though every entry and the mean are finite."""
+    assert torch.equal(Solo().mean(torch.full((4,), 3e38)), torch.full((4,), 3e38))
+
+
+def test_bad_ranks_and_lengths() -> None:
+    def run() -> list[str]:
+        c = comm()
+        texts = []
+        calls = (
+            lambda: c.exchange(torch.ones(1), c.rank),
+            lambda: c.exchange(torch.ones(1), 2),
+            lambda: c.broadcast(torch.ones(1), root=-1),
+            lambda: c.all_to_all([torch.ones(1)]),
+            lambda: c.mean(torch.ones(2, 3), out=torch.ones(3, 2).t()),
+        )
+        for call in calls:
+            with pytest.raises(ValueError) as info:
+                call()
+            texts.append(str(info.value))
+        return texts
+
+    for i, texts in enumerate(laconic.spawn(run, 2)):
+        assert texts == [
+            f"peer must be another rank, not this one ({i})",
+            "peer must be a rank from 0 to 1, not 2",
+            "root must be a rank from 0 to 1, not -1",
+            "all_to_all takes one chunk for each of 2 ranks, not 1",
+            "out must be contiguous, not of strides (1, 2)",
+        ]
+
+
+def test_an_exchange_that_gets_no_answer_names_the_peer() -> None:
+    def run() -> str:
+        c = comm(timeout=2.0)
+        if rank() == 1:
+            return ""
+        try:
+            c.exchange(torch.ones(3), 1)
+        except laconic.PeerError as error:
+            return str(error)
+        return "no error"
+
+    text, _ = laconic.spawn(run, 2)
+    assert "exchange with rank 1 at step 0 failed" in text
+    assert "no sign of life from rank 1" in text
+
+
+def test_meetings_bring_notes_and_forget_old_ones() -> None:
+    def run() -> list[Any]:
+        c = comm()
+        for _ in range(5):
+            notes = c.meet("here", {"rank": c.rank})
+        return notes
+
+    assert laconic.spawn(run, 3) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3

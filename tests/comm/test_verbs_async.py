@@ -1,0 +1,93 @@
+"""Verbs that return at once: several on their way, uneven lengths, exact bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic
+from laconic.comm import Comm, Solo
+
+
+def in_a_worker(fn: Any) -> Any:
+    """fn(comm), on a world of workers that have nothing else to do."""
+
+    def run() -> Any:
+        model = nn.Linear(1, 1)
+        with laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), laconic.LocalSGD(1000)) as worker:
+            return fn(worker.comm)
+
+    return run
+
+
+def test_several_are_on_their_way_and_inputs_may_be_overwritten() -> None:
+    def run(comm: Comm) -> tuple[list[Tensor], list[Tensor], Tensor, int]:
+        mine = torch.full((2,), float(comm.rank))
+        before = comm.meter.total.nbytes("foreground")
+        swapped = comm.all_to_all_async([mine + 10 * j for j in range(comm.size)])
+        gathered = comm.all_gather_async(mine)
+        mean = comm.mean_async(mine)
+        mine.fill_(torch.nan)
+        first, again = gathered.wait(), gathered.wait()
+        assert first is again
+        return swapped.wait(), first, mean.wait(), comm.meter.total.nbytes("foreground") - before
+
+    for rank, (swapped, gathered, mean, nbytes) in enumerate(laconic.spawn(in_a_worker(run), 3)):
+        assert [chunk.tolist() for chunk in swapped] == [[i + 10.0 * rank] * 2 for i in range(3)]
+        assert [x.tolist() for x in gathered] == [[float(i)] * 2 for i in range(3)]
+        assert mean.tolist() == [1.0, 1.0]
+        assert nbytes == 16 + 16 + round(2 * 2 / 3 * 8)
+
+
+def test_all_to_all_of_uneven_lengths_is_a_gather_and_a_scatter() -> None:
+    def run(comm: Comm) -> tuple[list[Tensor], list[Tensor], int]:
+        rank, size = comm.rank, comm.size
+        nothing = torch.empty(0, dtype=torch.uint8)
+        mine = torch.full((rank + 1,), rank, dtype=torch.uint8)
+        before = comm.meter.total.nbytes("foreground")
+        gathered = comm.all_to_all(
+            [nothing, mine, nothing], lengths=[i + 1 for i in range(size)] if rank == 1 else [0] * size
+        )
+        scattered = comm.all_to_all(
+            [mine] * size if rank == 1 else [nothing] * size, lengths=[2 if i == 1 else 0 for i in range(size)]
+        )
+        return gathered, scattered, comm.meter.total.nbytes("foreground") - before
+
+    results = laconic.spawn(in_a_worker(run), 3)
+    for rank, (gathered, scattered, nbytes) in enumerate(results):
+        assert [x.tolist() for x in gathered] == ([[0], [1, 1], [2, 2, 2]] if rank == 1 else [[], [], []])
+        assert [x.tolist() for x in scattered] == [[], [1, 1], []]
+        assert nbytes == [1, 4, 3][rank]
+
+
+def test_a_rank_that_never_comes_is_named_by_who_waits() -> None:
+    def run(comm: Comm) -> None:
+        pending = comm.all_gather_async(torch.zeros(3)) if comm.rank == 0 else None
+        if pending is None:
+            raise KeyError("lost the data")
+        pending.wait()
+
+    with pytest.raises(laconic.WorkerFailed, match="lost the data") as caught:
+        laconic.spawn(in_a_worker(run), 2)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lengths", "message"),
+    [(2, None, "one chunk for each of 1 ranks, not 2"), (1, [3, 3], "not 2"), (1, [4], "length 3 .* not 4")],
+)
+def test_what_does_not_fit_raises(chunks: int, lengths: list[int] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Solo().all_to_all([torch.zeros(3)] * chunks, lengths=lengths)
+
+
+def test_alone_every_verb_is_the_identity() -> None:
+    comm, x = Solo(), torch.arange(3.0)
+    for result in (comm.all_to_all_async([x], lengths=[3]).wait(), comm.all_gather_async(x).wait()):
+        assert len(result) == 1
+        assert torch.equal(result[0], x)
+        assert result[0] is not x
+    assert comm.meter.total.nbytes() == 0

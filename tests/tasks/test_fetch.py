@@ -1,0 +1,194 @@
+"""Fetching, from files and from servers on loopback that are slow of wit in the usual ways."""
+
+import gzip
+import re
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import PAIRS, idx_files, made_up_images, npz, with_digests, write
+
+from laconic.tasks import DATASETS, DatasetError, fetch
+from laconic.tasks.data import images, text
+from laconic.tasks.data.dataset import Source
+from laconic.tasks.data.fetch import fetch_dataset
+
+CONTENTS = {name: content.encode() for name, content in PAIRS.items()}
+NAMES = [f"{name.rpartition('/')[2]}.gz" for name in CONTENTS]
+
+
+@pytest.fixture
+def origin(tmp_path):
+    """A folder with what a server of Multi30k has."""
+    folder = tmp_path / "origin"
+    write(folder, {name: gzip.compress(content) for name, content in zip(NAMES, CONTENTS.values(), strict=True)})
+    return folder
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves `server.files`; `server.cut` closes the connection after so many bytes, once a path."""
+
+    def do_GET(self):
+        server = self.server
+        content = server.files.get(self.path)
+        if content is None:
+            self.send_error(404)
+            return
+        start = 0
+        asked = self.headers.get("Range")
+        if asked and server.ranges:
+            start = int(re.fullmatch(r"bytes=(\d+)-", asked).group(1))
+            if start >= len(content):
+                self.send_error(416)
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        end = len(content)
+        if server.cut is not None and self.path not in server.cut_already:
+            server.cut_already.add(self.path)
+            end = start + server.cut
+        self.wfile.write(content[start:end])
+        server.sent += end - start
+
+    def log_message(self, *_):
+        return
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        server.files, server.cut, server.cut_already, server.ranges, server.sent = {}, None, set(), True, 0
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def multi30k(*bases):
+    """The dataset with made-up contents, from these addresses in turn."""
+    form = with_digests(text.MULTI30K_TEXT, CONTENTS)
+    sources = tuple(Source(tuple(f"{base}/{name}" for name in NAMES), text.unpack_pairs) for base in bases)
+    return replace(text.MULTI30K, forms=(form,), fetched=form, sources=sources)
+
+
+def assert_complete(data_folder, paths):
+    assert {str(path.relative_to(data_folder)): path.read_bytes() for path in paths} == CONTENTS
+    assert sorted(path.name for path in data_folder.iterdir()) == [".fetch.lock", "multi30k"]
+
+
+def test_fetch_from_file_addresses(data_folder, origin):
+    seen = []
+    paths = fetch_dataset(multi30k(origin.as_uri()), lambda *progress: seen.append(progress))
+    assert_complete(data_folder, paths)
+    assert [url for url, nbytes, total in seen if nbytes == total] == [f"{origin.as_uri()}/{name}" for name in NAMES]
+
+
+def test_what_is_there_and_intact_is_not_fetched_again(data_folder, origin):
+    dataset = multi30k(origin.as_uri())
+    fetch_dataset(dataset)
+    nowhere = replace(dataset, sources=())
+    assert_complete(data_folder, fetch_dataset(nowhere))
+    (data_folder / "multi30k/train.en").write_bytes(b"damaged")
+    with pytest.raises(DatasetError, match="cannot fetch translate"):
+        fetch_dataset(nowhere)
+    assert_complete(data_folder, fetch_dataset(dataset))
+
+
+def test_mirrors_are_tried_in_turn_over_http(data_folder, server, origin):
+    server.files = {f"/good/{name}": (origin / name).read_bytes() for name in NAMES}
+    server.files |= {f"/bad/{name}": gzip.compress(b"something else\n") for name in NAMES}
+    dataset = multi30k(f"{server.url}/missing", f"{server.url}/bad", f"{server.url}/good")
+    assert_complete(data_folder, fetch_dataset(dataset))
+
+
+def test_when_all_fail_every_address_and_reason_is_listed(data_folder, server, tmp_path):
+    server.files = {f"/bad/{name}": gzip.compress(b"something else\n") for name in NAMES}
+    server.files |= {f"/html/{name}": b"<html>please log in</html>" for name in NAMES}
+    closed = "http://127.0.0.1:1"
+    bases = (f"{server.url}/missing", closed, f"{server.url}/bad", f"{server.url}/html", (tmp_path / "none").as_uri())
+    with pytest.raises(DatasetError) as caught:
+        fetch_dataset(multi30k(*bases))
+    first, *lines = str(caught.value).splitlines()
+    assert first == "cannot fetch translate; tried:"
+    assert len(lines) == len(bases)
+    reasons = ("HTTP 404", "refused", "train.en is corrupted", "cannot be unpacked", "No such file")
+    for line, base, reason in zip(lines, bases, reasons, strict=True):
+        assert base in line
+        assert reason in line
+    assert not (data_folder / "multi30k").exists()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_interrupted_download_goes_on_where_it_stopped(ranges, data_folder, server, origin):
+    server.files = {f"/{name}": (origin / name).read_bytes() for name in NAMES}
+    server.cut, server.ranges = 20, ranges
+    for name in NAMES:
+        with pytest.raises(DatasetError, match=f"{name}: connection closed after 20 of"):
+            fetch_dataset(multi30k(server.url))
+    assert_complete(data_folder, fetch_dataset(multi30k(server.url)))
+    whole = sum(map(len, server.files.values()))
+    assert server.sent == (whole if ranges else whole + 20 * len(NAMES))
+
+
+def test_a_partial_file_longer_than_the_original_is_dropped(data_folder, server, origin):
+    server.files = {f"/{name}": (origin / name).read_bytes() for name in NAMES}
+    server.cut = 20
+    with pytest.raises(DatasetError, match="connection closed"):
+        fetch_dataset(multi30k(server.url))
+    (part,) = (data_folder / ".partial").glob("*.part")
+    part.write_bytes(b"x" * 10_000)
+    server.cut = None
+    with pytest.raises(DatasetError, match="HTTP 416"):
+        fetch_dataset(multi30k(server.url))
+    assert_complete(data_folder, fetch_dataset(multi30k(server.url)))
+
+
+def test_a_corrupted_partial_file_is_not_kept(data_folder, server, origin):
+    server.files = {f"/{name}": (origin / name).read_bytes() for name in NAMES}
+    server.cut = 20
+    with pytest.raises(DatasetError, match="connection closed"):
+        fetch_dataset(multi30k(server.url))
+    (part,) = (data_folder / ".partial").glob("*.part")
+    part.write_bytes(b"y" * 20)
+    server.cut = None
+    with pytest.raises(DatasetError, match="cannot be unpacked"):
+        fetch_dataset(multi30k(server.url))
+    assert_complete(data_folder, fetch_dataset(multi30k(server.url)))
+
+
+def test_a_corrupted_copy_that_fetch_did_not_make_is_left_to_the_user(data_folder, tmp_path):
+    arrays = made_up_images((28, 28))
+    contents = idx_files(arrays)
+    packed = {"fashion_mnist.npz": npz(arrays)}
+    forms = (with_digests(images.FASHION_NPZ, packed), with_digests(images.FASHION_IDX, contents))
+    write(tmp_path / "origin", contents)
+    base = (tmp_path / "origin" / "fashion-mnist").as_uri()
+    source = Source(tuple(f"{base}/{name}" for name in images.IDX_NAMES), images.unpack_fashion_idx)
+    dataset = replace(images.FASHION, forms=forms, fetched=forms[1], sources=(source,))
+    (data_folder / "fashion_mnist.npz").write_bytes(b"damaged")
+    with pytest.raises(
+        DatasetError, match=r"fashion_mnist\.npz is corrupted.*delete it and run `laconic data fashion`"
+    ):
+        fetch_dataset(dataset)
+    (data_folder / "fashion_mnist.npz").unlink()
+    assert len(fetch_dataset(dataset)) == 4
+
+
+def test_a_folder_that_cannot_be_written(data_folder, monkeypatch):
+    (data_folder / "file").touch()
+    monkeypatch.setenv("LACONIC_DATA", str(data_folder / "file"))
+    with pytest.raises(DatasetError, match=r"cannot write translate to .*file"):
+        fetch_dataset(multi30k())
+
+
+def test_unknown_dataset():
+    assert set(DATASETS) == {"cifar10", "fashion", "shakespeare", "translate"}
+    with pytest.raises(ValueError, match="unknown dataset 'fashon'; did you mean fashion\\?"):
+        fetch("fashon")

@@ -1,0 +1,260 @@
+"""Checkpoints: whole or not there, and never loaded where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from tests.helpers import build_model, rank, train_step
+
+
+def make(model: nn.Module | None = None, method: laconic.Method | None = None) -> laconic.Worker:
+    model = model or build_model()
+    return laconic.Worker(model, torch.optim.Adam(model.parameters(), lr=0.01), method or laconic.LocalSGD(4))
+
+
+def trained(steps: int) -> laconic.Worker:
+    worker = make()
+    for step in range(steps):
+        train_step(worker.model, worker.optimizer, worker.rank, step)
+    return worker
+
+
+def folders(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_one_folder_with_a_file_a_rank_and_a_manifest(tmp_path: Path) -> None:
+    def run() -> None:
+        worker = trained(3)
+        worker.save(tmp_path)
+        worker.save(tmp_path)
+
+    laconic.spawn(run, 3)
+    assert folders(tmp_path) == ["000002-step3"]
+    assert folders(tmp_path / "000002-step3") == ["manifest.json", *(f"rank-0000{i}.pt" for i in range(3))]
+    manifest = json.loads((tmp_path / "000002-step3" / "manifest.json").read_text())
+    assert manifest["workers"] == 3
+    assert manifest["step"] == 3
+
+
+def test_extra_comes_back(tmp_path: Path) -> None:
+    extra = {"epoch": 3, "history": [1.5, 2.5], "mask": torch.ones(2)}
+    trained(1).save(tmp_path, extra)
+    loaded = make().load(tmp_path)
+    assert loaded["epoch"] == 3
+    assert loaded["history"] == [1.5, 2.5]
+    assert torch.equal(loaded["mask"], extra["mask"])  # type: ignore[arg-type]
+
+
+def test_extra_that_could_not_be_loaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="extra must be tensors and plain data"):
+        trained(1).save(tmp_path, {"model": build_model()})
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("crash", ["open", "fsync", "replace", "rmtree"])
+def test_a_crash_at_any_moment_leaves_a_readable_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
+) -> None:
+    """Die in the second save: before its file, while writing, before the manifest, before the old one is removed."""
+    worker = trained(2)
+    worker.save(tmp_path)
+    first = worker.x.clone()
+    train_step(worker.model, worker.optimizer, 0, 7)
+
+    class Crash(BaseException):
+        pass
+
+    def die(*arguments: object, **settings: object) -> None:
+        raise Crash
+
+    target = {"open": "torch.save", "fsync": "os.fsync", "replace": "os.replace", "rmtree": "shutil.rmtree"}[crash]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, die)
+        with pytest.raises(Crash):
+            worker.save(tmp_path)
+    again = make()
+    again.load(tmp_path)
+    assert again.step == (3 if crash == "rmtree" else 2)
+    assert torch.equal(again.x, worker.x if crash == "rmtree" else first)
+    again.save(tmp_path)  # and the next save cleans up
+    assert len(folders(tmp_path)) == 1
+
+
+def test_a_full_disk_is_told_to_all_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
+    def run() -> str:
+        worker = trained(2)
+        worker.save(tmp_path)
+        if worker.rank == 1:
+
+            def full(file: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            os.fsync = full  # type: ignore[assignment]
+        try:
+            worker.save(tmp_path)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    for text in laconic.spawn(run, 2):
+        assert text.endswith("rank 1: OSError: [Errno 28] No space left on device")
+    assert folders(tmp_path) == ["000001-step2"]
+
+
+def check_refused(directory: Path, match: str, worker: laconic.Worker | None = None) -> None:
+    worker = worker or trained(1)
+    x, state = worker.x.clone(), worker.optimizer.state_dict()
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        worker.load(directory)
+    assert torch.equal(worker.x, x)
+    assert worker.step == 1
+    for entry, before in zip(worker.optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
+        assert torch.equal(entry["exp_avg"], before["exp_avg"])
+
+
+def damage_file(folder: Path) -> None:
+    data = bytearray((folder / "rank-00000.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "rank-00000.pt").write_bytes(data)
+
+
+def cut_file(folder: Path) -> None:
+    data = (folder / "rank-00000.pt").read_bytes()
+    (folder / "rank-00000.pt").write_bytes(data[:-100])
+
+
+def foreign_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"weight_map": {}}')
+
+
+def later_format(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (damage_file, "is torn"),
+        (cut_file, "is torn"),
+        (foreign_manifest, "is not a manifest of laconic"),
+        (later_format, "has format 99, and this version of laconic reads 1"),
+        (lambda folder: (folder / "rank-00000.pt").unlink(), "No such file"),
+        (lambda folder: (folder / "manifest.json").unlink(), "no complete checkpoint of all 1 ranks"),
+        (shutil.rmtree, "no complete checkpoint of all 1 ranks"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], None], match: str) -> None:
+    trained(5).save(tmp_path)
+    damage(tmp_path / "000001-step5")
+    check_refused(tmp_path, match)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+    make(other).save(tmp_path)
+    check_refused(tmp_path, r"differ in parameters\[2\]: 2.weight \(3, 9\) torch.float32 in the checkpoint; 2.w")
+
+
+def test_another_methods_checkpoint_is_refused(tmp_path: Path) -> None:
+    make(method=laconic.LocalSGD(5)).save(tmp_path)
+    check_refused(tmp_path, "differ in LocalSGD.period: 5 in the checkpoint; 4 in this run")
+
+
+def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
+    model = build_model()
+    laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), laconic.LocalSGD(4)).save(tmp_path)
+    check_refused(tmp_path, "differ in optimizer: SGD in the checkpoint; Adam in this run")
+
+
+def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    laconic.spawn(lambda: trained(1).save(tmp_path), 2)
+    check_refused(tmp_path, "was saved by 2 workers, and these are 1")
+
+
+def test_no_checkpoint_there(tmp_path: Path) -> None:
+    check_refused(tmp_path / "nowhere", "no complete checkpoint of all 1 ranks is in")
+
+
+def test_a_file_torn_on_one_rank_is_refused_by_all(tmp_path: Path) -> None:
+    def run() -> tuple[str, bool]:
+        worker = trained(1)
+        worker.save(tmp_path)
+        if worker.rank == 1:
+            path = tmp_path / "000001-step1" / "rank-00001.pt"
+            path.write_bytes(path.read_bytes()[:-1])
+        train_step(worker.model, worker.optimizer, worker.rank, 5)
+        x = worker.x.clone()
+        try:
+            worker.load(tmp_path)
+        except ValueError as error:
+            return str(error), torch.equal(worker.x, x)
+        return "", False
+
+    for text, unchanged in laconic.spawn(run, 2):
+        assert text.startswith("rank 1: ")
+        assert "is torn" in text
+        assert unchanged
+
+
+def test_machines_with_directories_of_their_own(tmp_path: Path) -> None:
+    """A machine that missed the newest checkpoint: all go on from the newest that all have."""
+
+    def run() -> int:
+        own = tmp_path / f"machine-{rank()}"
+        worker = trained(2)
+        worker.save(own)
+        shutil.rmtree = lambda *arguments, **settings: None  # type: ignore[assignment]  # dies before it cleans up
+        train_step(worker.model, worker.optimizer, worker.rank, 5)
+        worker.save(own)
+        if worker.rank == 0:
+            (own / "000002-step3" / "manifest.json").unlink()
+        worker.load(own)
+        return worker.step
+
+    assert laconic.spawn(run, 2) == [2, 2]
+
+
+def test_loading_unpickles_no_objects(tmp_path: Path) -> None:
+    """A file with an object in it, and a manifest that vouches for it, is refused by torch's weights_only."""
+    import hashlib
+    import pickle
+
+    trained(1).save(tmp_path)
+    path = tmp_path / "000001-step1" / "rank-00000.pt"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (Path(tmp_path / "touched"),)  # type: ignore[return-value]
+
+    torch.save({"model": Evil()}, path)
+    manifest = json.loads(path.with_name("manifest.json").read_text())
+    manifest["files"][0] |= {
+        "nbytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    path.with_name("manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises((pickle.UnpicklingError, ValueError)):
+        make().load(tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_state_of_another_form_changes_nothing() -> None:
+    worker = trained(2)
+    x = worker.x.clone()
+    with pytest.raises(ValueError, match=r"worker.x: must be \(\(83,\), torch.float32\), and the saved one is \(\(5"):
+        worker.load_state_dict(worker.state_dict() | {"x": torch.zeros(5), "step": 9})
+    with pytest.raises(ValueError, match="must have the keys"):
+        worker.load_state_dict({"x": x})
+    assert torch.equal(worker.x, x)
+    assert worker.step == 2

@@ -1,0 +1,106 @@
+"""The command line as a user calls it, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laconic import cli
+from laconic.bench.record import RunsFile
+
+
+def call(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
+    monkeypatch.setattr("sys.argv", ["laconic", *line.split()])
+    with pytest.raises(SystemExit) as info:
+        cli.main()
+    code = info.value.code
+    return code if isinstance(code, int) else 2
+
+
+def test_methods(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "methods") == 0
+    text = capsys.readouterr().out
+    for word in ("allreduce", "local_sgd", "period=8", "powersgd", "arXiv"):
+        assert word in text
+
+
+def test_train_save_and_resume(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    base = "train local_sgd --period 2 --workers 2 --batch-size 8"
+    assert call(monkeypatch, f"{base} --steps 6 --out {out} --save-every 4") == 0
+    assert call(monkeypatch, f"{base} --steps 10 --resume {out}") == 0
+    text = capsys.readouterr().out
+    assert "step 10/10" in text
+    first, second = RunsFile(out).read()
+    assert first.points[-1].step == 6
+    assert [point.step for point in second.points] == [7, 8, 9, 10]
+    assert second.task_settings["batch_size"] == 8
+    assert json.loads(next(out.glob("checkpoint/*/manifest.json")).read_text())["step"] == 10
+    assert call(monkeypatch, f"{base} --steps 10 --resume {out}") == 1
+    assert "is at step 10 already" in capsys.readouterr().err
+
+
+def test_compare_writes_runs_and_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "cmp"
+    line = f"compare --methods ddp,none,local_sgd+period=2 --workers 2 --steps 4 --model mlp --out {out}"
+    assert call(monkeypatch, line + " --target-accuracy 0.9") == 0
+    records = RunsFile(out).read()
+    assert [record.name for record in records] == ["none", "ddp", "local_sgd+period=2"]
+    assert records[1].split is not None
+    assert records[1].split.compute is not None, "the run without communication tells what DDP's computing takes"
+    assert "<html" in (out / "index.html").read_text()
+    text = capsys.readouterr().out
+    assert "not reached" in text
+    assert call(monkeypatch, line) == 2
+    assert "give --overwrite" in capsys.readouterr().err
+
+
+def test_rho_sets_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    from laconic.bench.compare import rate_for
+    from laconic.bench.run import Plan
+    from laconic.tasks import Digits
+
+    rate = rate_for(2.0, Plan(Digits(model="mlp"), workers=2, steps=100))
+    assert rate.endswith("mbit")
+    assert float(rate[:-4]) > 0
+    with pytest.raises(ValueError, match="rho must be more than 0, not -1"):
+        rate_for(-1, Plan(Digits(), workers=2, steps=100))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train local_sdg", "no method or peer is called 'local_sdg'; did you mean local_sgd"),
+        ("train local_sgd --task digit", "digits"),
+        ("train local_sgd --period often", "local_sgd.period must be a whole number, not 'often'"),
+        ("train local_sgd --worker 4", "is called 'worker'; did you mean workers"),
+        ("train local_sgd --workers 0", "workers must be from 1 to 64, not 0"),
+        ("train local_sgd --workers 1000", "workers must be from 1 to 64, not 1000"),
+        ("train local_sgd --steps 0", "steps must be at least 1, not 0"),
+        ("train local_sgd --link fast", "fast"),
+        ("train local_sgd --link 1gbit --rho 2", "give either --link or --rho, not both"),
+        ("train local_sgd --resume nowhere", "nowhere has no checkpoint to resume from"),
+        ("train ddp --resume nowhere", "ddp has no checkpoints"),
+        ("train local_sgd --partition pies", "pies"),
+        ("compare --methods ddp,pdd", "no method or peer is called 'pdd'"),
+        ("compare --seeds 0", "seeds must be at least 1, not 0"),
+        ("data mnist", "mnist"),
+        ("methods --loud yes", "laconic methods has no option --loud"),
+    ],
+)
+def test_mistakes_end_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, line) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("laconic: ")
+    assert len(error.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,51 @@
+"""From one machine to many: an example launched by torchrun on two emulated hosts, as docs/machines.md says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import laconic
+from laconic.emulate import EmulationError, Network, parse_links
+
+ROOT = Path(__file__).parent.parent
+
+
+def launch(address: str, endpoint: str, folder: Path) -> str:
+    """On one host: what a person types there."""
+    first = address == endpoint
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-id", "my-job", "--rdzv-endpoint", f"{endpoint}:29400"]
+    # Emulated hosts have no names, so each is told whether the endpoint is its own.
+    command += ["--local-addr", address, "--rdzv-conf", f"is_host={int(first)}"]
+    command += [str(ROOT / "examples" / "quickstart.py")]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "LOCAL_", "MASTER", "TORCHEL"))}
+    done = subprocess.run(
+        command, cwd=folder, env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    try:
+        network = Network(parse_links("1gbit", 2)).__enter__()
+    except EmulationError as error:
+        pytest.skip(str(error))
+    with network:
+        addresses = [host.address for host in network.hosts]
+        before = network.counters()
+
+        def on_host() -> str:
+            return launch(addresses[int(os.environ["RANK"])], addresses[0], tmp_path)
+
+        outputs = laconic.spawn(on_host, 2, hosts=network.hosts)
+        after = network.counters()
+    assert "step 200: loss" in outputs[0] + outputs[1]
+    assert (tmp_path / "quickstart.pt").exists()
+    # 25 rounds of the model's 1409 parameters, of which each of two workers sends all
+    assert all(late[0] - early[0] > 25 * 4 * 1409 for early, late in zip(before, after, strict=True))
