@@ -248,16 +248,24 @@ class Pairs:
         return self._pairs[peer]
 
     def forget(self, peer: int) -> None:
-        self._pairs.pop(peer, None)
+        pair = self._pairs.pop(peer, None)
+        if pair is not None:
+            pair.close()
 
     def close(self) -> None:
-        self._pairs.clear()
+        for peer in list(self._pairs):
+            self.forget(peer)
 
 
 class Pair:
     def __init__(self, group: ProcessGroupGloo, peer: int, other: int) -> None:
-        self._group, self._peer, self._other = group, peer, other
+        self._group: ProcessGroupGloo | None = group
+        self._peer, self._other = peer, other
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    def close(self) -> None:
+        """The connection goes with the group, and the peer sees it: no traceback may keep the group alive."""
+        self._group = None
 
     def swap(self, sent: Tensor) -> Tensor:
         """Send to the peer, which does the same; what it sent is valid until the next swap of this form."""
@@ -266,6 +274,7 @@ class Pair:
         if form not in self._buffers:
             self._buffers[form] = torch.empty_like(outgoing, pin_memory=sent.is_cuda)
         received = self._buffers[form]
+        assert self._group is not None
         try:
             arriving = self._group.recv([received], self._other, 0)  # type: ignore[attr-defined]
             leaving = self._group.send([outgoing], self._other, 0)  # type: ignore[attr-defined]

@@ -67,6 +67,7 @@ class A2CiD2(Method):
 
     _start: Tensor = field(init=False, repr=False, compare=False)  # (d) x at the last step boundary
     _x: Tensor = field(init=False, repr=False, compare=False)
+    _rank: int = field(init=False, repr=False, compare=False)
     _graph: Topology = field(init=False, repr=False, compare=False)
     _gossip: Gossip | None = field(init=False, repr=False, compare=False, default=None)
     _before: int = field(init=False, repr=False, compare=False, default=0)  # exchanges made before this gossip's first
@@ -91,7 +92,7 @@ class A2CiD2(Method):
         self._graph = named(self.topology, size) if isinstance(self.topology, str) else self.topology
         if self._graph.nodes != tuple(range(size)):
             raise ValueError(f"topology must be of the {size} workers there are, not of {self._graph.size}")
-        self._x = worker.x
+        self._x, self._rank = worker.x, worker.comm.rank
         self._start = worker.x.clone()
         self.delta = torch.zeros_like(worker.x)
         self.correction = torch.zeros_like(worker.x)
@@ -126,6 +127,12 @@ class A2CiD2(Method):
         """Made so far by this worker."""
         return int(self.partners.sum())
 
+    def metrics(self) -> dict[str, float]:
+        with_whom = {
+            f"exchanges_with_{rank}": float(count) for rank, count in enumerate(self.partners.tolist()) if count
+        }
+        return {"exchanges": float(self.exchanges), "exchanges_per_step": self.pace, **with_whom}
+
     # The paper's three rules. Whatever changes x in the background is collected in `correction`.
 
     def exchange(self, peer: int) -> Dialogue:
@@ -145,7 +152,9 @@ class A2CiD2(Method):
         self.mixed, self._corrected = now, True
         sent = self._start + self.correction
         if not is_finite(sent):
-            raise FloatingPointError(f"the parameters of this worker hold NaN or infinity; peer {peer} was not told")
+            raise FloatingPointError(
+                f"rank {self._rank}: the parameters hold NaN or infinity, so the gossip of this worker has ended"
+            )
 
         received = yield sent
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,13 +269,15 @@ def live(method: laconic.A2CiD2, steps: int, seconds: float = 0.0, directory: Pa
         if directory is not None and directory.exists():
             extra = worker.load(directory)
             start, moved = extra["start"], extra["moved"]
+            steps *= 2
         while worker.step < steps:
             time.sleep(seconds * (1 + worker.rank % 2))  # computing, at different paces
             moved += step_alone(model, optimizer, worker.rank, worker.step)
         if directory is not None and not directory.exists():
-            worker.comm.meet("the end of the first half")
             worker.save(directory, {"start": start, "moved": moved})
-            raise KeyboardInterrupt
+            # The first life goes on for a while: what it does after saving must not show in the second.
+            for step in range(3):
+                step_alone(model, optimizer, worker.rank, step)
     assert isinstance(worker.method, laconic.A2CiD2)
     return {"moved": moved, "agreed": worker.x - start, "partners": worker.method.partners, "meter": worker.meter.total}
 
@@ -305,3 +309,115 @@ def test_the_mean_is_kept_by_asynchronous_processes(workers: int) -> None:
             if method.rate != "auto":
                 assert exchanges >= method.rate * (16 - method.slack)
             assert result["meter"].nbytes("background") == exchanges * (4 * D + 24)
+
+
+def test_resumed_from_a_checkpoint_the_mean_is_still_kept(tmp_path: Path) -> None:
+    """In new processes: what was moved before and after the checkpoint, on all workers, is in the agreed model."""
+    method = laconic.A2CiD2("ring", rate=1.0)
+    laconic.spawn(live, 3, method, 12, 0.002, tmp_path / "checkpoint")
+    first = [torch.load(path) for path in sorted(tmp_path.rglob("rank-*.pt"))]
+    results = laconic.spawn(live, 3, method, 12, 0.002, tmp_path / "checkpoint")
+    check_the_mean(results)
+    for rank, result in enumerate(results):
+        before = first[rank]["worker"]["method"]["partners"]
+        assert result["partners"].sum() >= 24 - method.slack
+        assert (result["partners"] >= before).all()
+        assert before.sum() > 0
+
+
+def test_the_rate_is_realised() -> None:
+    def run() -> list[int]:
+        methods = [laconic.A2CiD2("ring", rate=rate) for rate in (0.25, 1, 2.0)]
+        return [int(live(method, steps=1000, seconds=0.0002)["partners"].sum()) for method in methods]
+
+    for made in laconic.spawn(run, 2):
+        assert made == pytest.approx([250, 1000, 2000], rel=0.03)
+
+
+def test_one_worker_that_is_slower_or_ends_early_still_answers() -> None:
+    def run() -> dict[str, Any]:
+        slow = int(os.environ["RANK"]) == 0
+        return live(
+            laconic.A2CiD2("ring", rate=1.0, slack=4), steps=12 if slow else 60, seconds=0.008 if slow else 0.001
+        )
+
+    results = laconic.spawn(run, 4)
+    check_the_mean(results)
+    for result in results[1:]:
+        assert result["partners"].sum() >= 56
+    assert results[0]["partners"].sum() >= 8
+
+
+def test_consensus_distance() -> None:
+    def run() -> tuple[float | None, Tensor, float | None]:
+        model = nn.Linear(D, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with laconic.Worker(model, optimizer, laconic.A2CiD2("ring", rate=0.01)) as worker:
+            before = worker.consensus_distance
+            step_alone(model, optimizer, worker.rank, 0)
+            x = worker.x.clone()
+            with worker.consensus():
+                pass
+            return before, x, worker.consensus_distance
+
+    results = laconic.spawn(run, 3)
+    x = torch.stack([x for _, x, _ in results])
+    for before, _, distance in results:
+        assert before is None
+        assert distance == pytest.approx((x - x.mean(dim=0)).norm().item() / 3**0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"topology": "rign"}, "no topology is called 'rign'; did you mean ring"),
+        ({"topology": 4}, "topology must be a name or a laconic.topology.Topology, not 4"),
+        ({"rate": 0}, 'rate must be "auto" or more than 0 exchanges a step, not 0'),
+        ({"rate": -1.0}, "not -1.0"),
+        ({"rate": "often"}, "not 'often'"),
+        ({"rate": float("nan")}, "not nan"),
+        ({"momentum": 1}, "momentum must be True or False, not 1"),
+        ({"background": None}, "background must be True or False, not None"),
+        ({"slack": 0}, "slack must be a whole number, at least 1, not 0"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        laconic.A2CiD2(**settings)
+
+
+def test_a_topology_of_another_size() -> None:
+    def run() -> None:
+        model = nn.Linear(2, 1)
+        laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), laconic.A2CiD2(topology.ring(4)))
+
+    with pytest.raises(laconic.WorkerFailed, match="topology must be of the 2 workers there are, not of 4"):
+        laconic.spawn(run, 2)
+
+
+def test_nan_is_not_passed_on() -> None:
+    def run() -> str:
+        try:
+            return str(torch.isfinite(live_with_nan()).all().item())
+        except FloatingPointError as error:
+            return str(error)
+
+    def live_with_nan() -> Tensor:
+        model = nn.Linear(D, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            warnings.catch_warnings(),
+            laconic.Worker(model, optimizer, laconic.A2CiD2(rate=1.0), timeout=20) as worker,
+        ):
+            warnings.simplefilter("ignore")
+            for step in range(30):
+                if worker.rank == 1 and step == 5:
+                    worker.x[3] = float("nan")
+                time.sleep(0.003)
+                step_alone(model, optimizer, worker.rank, step)
+        return worker.x
+
+    assert laconic.spawn(run, 3) == ["True", NAN, "True"]
+
+
+NAN = "rank 1: the parameters hold NaN or infinity, so the gossip of this worker has ended"
