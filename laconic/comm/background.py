@@ -7,6 +7,7 @@ group when one of them fails or times out.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -228,14 +229,18 @@ class Pairs:
     def __init__(self, store: Store, rank: int, timeout: float) -> None:
         self._store, self._rank, self._timeout = store, rank, timedelta(seconds=timeout)
         self._store.set_timeout(self._timeout)
-        self._device = ProcessGroupGloo.create_default_device()
+        # As torch does for the groups it makes itself.
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        self._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+        self._devices = self._devices or [ProcessGroupGloo.create_default_device()]
         self._pairs: dict[int, Pair] = {}
 
     def with_peer(self, peer: int) -> Pair:
         if peer not in self._pairs:
             low, high = sorted((self._rank, peer))
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices, options._timeout, options._threads = [self._device], self._timeout, 1
+            options._devices, options._timeout = self._devices, self._timeout
+            options._threads = len(self._devices)
             try:
                 group = ProcessGroupGloo(
                     PrefixStore(f"gossip/pair/{low}/{high}", self._store), int(self._rank == high), 2, options

@@ -66,6 +66,7 @@ class A2CiD2(Method):
     partners: Tensor = state()  # (n) exchanges made with each rank
 
     _start: Tensor = field(init=False, repr=False, compare=False)  # (d) x at the last step boundary
+    _sent: Tensor = field(init=False, repr=False, compare=False)  # (d)
     _x: Tensor = field(init=False, repr=False, compare=False)
     _rank: int = field(init=False, repr=False, compare=False)
     _graph: Topology = field(init=False, repr=False, compare=False)
@@ -93,7 +94,7 @@ class A2CiD2(Method):
         if self._graph.nodes != tuple(range(size)):
             raise ValueError(f"topology must be of the {size} workers there are, not of {self._graph.size}")
         self._x, self._rank = worker.x, worker.comm.rank
-        self._start = worker.x.clone()
+        self._start, self._sent = worker.x.clone(), torch.empty_like(worker.x)
         self.delta = torch.zeros_like(worker.x)
         self.correction = torch.zeros_like(worker.x)
         self.partners = torch.zeros(size, dtype=torch.int64)
@@ -150,7 +151,7 @@ class A2CiD2(Method):
         self.correction.add_(self.delta, alpha=c)
         self.delta.mul_(shrinking)
         self.mixed, self._corrected = now, True
-        sent = self._start + self.correction
+        sent = torch.add(self._start, self.correction, out=self._sent)
         if not is_finite(sent):
             raise FloatingPointError(
                 f"rank {self._rank}: the parameters hold NaN or infinity, so the gossip of this worker has ended"
