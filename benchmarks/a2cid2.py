@@ -119,7 +119,7 @@ def train(task: Task, steps: int, seed: int, wrap: Callable[..., Any], pause: fl
         told["training_cpu"] = time.thread_time() - thread
         told["background_cpu"] = time.process_time() - process - told["training_cpu"]
         if worker is not None:
-            told["exchanges"] = worker.method.metrics().get("exchanges", 0.0)
+            told["exchanges"] = worker.method.metrics()["exchanges"]
             with worker.consensus():
                 told["distance"] = worker.consensus_distance
                 told |= task.evaluate(model)

@@ -86,7 +86,7 @@ class BackgroundGossip(Gossip):
         with self._changed:
             self._paused = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._idle or self._error is not None)
+            self._changed.wait_for(lambda: self._idle or self._closing or self._error is not None)
         self._hear()
 
     def close(self) -> None:

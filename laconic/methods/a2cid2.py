@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -63,8 +64,9 @@ class A2CiD2(Method):
     pace: float = state(1.0)  # exchanges a step, as measured here and averaged with the peers
     sought: int = state(0)  # exchanges that should have been made by now
     credit: float = state(0.0)  # the same for matchings: exchanges a worker that are still to be made
-    partners: Tensor = state()  # (n) exchanges made with each rank
+    exchanges: int = state(0)  # made so far by this worker
 
+    partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # the same, by peer
     _start: Tensor = field(init=False, repr=False, compare=False)  # (d) x at the last step boundary
     _sent: Tensor = field(init=False, repr=False, compare=False)  # (d)
     _x: Tensor = field(init=False, repr=False, compare=False)
@@ -97,7 +99,6 @@ class A2CiD2(Method):
         self._start, self._sent = worker.x.clone(), torch.empty_like(worker.x)
         self.delta = torch.zeros_like(worker.x)
         self.correction = torch.zeros_like(worker.x)
-        self.partners = torch.zeros(size, dtype=torch.int64)
         if self.background and size > 1:
             self._gossip = worker.comm.gossip(self._graph, self.exchange)
 
@@ -123,15 +124,8 @@ class A2CiD2(Method):
         # At a common time the mean of x is the mean of x₀ and of all own steps, exactly.
         self._settle(max(worker.comm.meet("the end of gossip", self.clock)))
 
-    @property
-    def exchanges(self) -> int:
-        """Made so far by this worker."""
-        return int(self.partners.sum())
-
     def metrics(self) -> dict[str, float]:
-        with_whom = {
-            f"exchanges_with_{rank}": float(count) for rank, count in enumerate(self.partners.tolist()) if count
-        }
+        with_whom = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}
         return {"exchanges": float(self.exchanges), "exchanges_per_step": self.pace, **with_whom}
 
     # The paper's three rules. Whatever changes x in the background is collected in `correction`.
@@ -166,6 +160,7 @@ class A2CiD2(Method):
         self.delta.sub_(gap, alpha=shrinking * (alpha_tilde - 0.5))
         self._corrected = True
         self.pace += (theirs[2].item() - mine[2].item()) / 2 + 1 / MEMORY
+        self.exchanges += 1
         self.partners[peer] += 1
 
     def _cross_boundary(self) -> None:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -54,7 +55,12 @@ def report(pipe: Connection, job: bytes) -> None:
     pipe.send_bytes(cloudpickle.dumps(run()))
 
 
-def live(accident: Callable[[laconic.Worker], None], graph: topology.Topology, timeout: float) -> dict[str, Any]:
+def live(
+    accident: Callable[[laconic.Worker], None],
+    graph: topology.Topology | str,
+    timeout: float,
+    directory: Path | None = None,
+) -> dict[str, Any]:
     """Train until all is over; the accident happens at step 10, and nobody leaves before it has been noticed."""
     model = nn.Sequential(nn.Linear(20, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -73,6 +79,9 @@ def live(accident: Callable[[laconic.Worker], None], graph: topology.Topology, t
                         accident(worker)
                 with worker.consensus():
                     told["members"] = worker.comm.members
+                if directory is not None:
+                    worker.save(directory)
+                    told["x_saved"] = worker.x.clone()
         except laconic.PeerError as error:
             told["error"] = str(error)
     told |= {"x": worker.x.clone(), "bn": model[1].running_mean.clone(), "nodes": worker.method._graph.nodes}
@@ -115,13 +124,23 @@ def test_one_of_three_is_stopped_for_longer_than_the_time_out() -> None:
     assert results[0]["error"].startswith("rank 0 was dropped, the others go on without it: no ")
 
 
-def test_an_exception_on_one_of_three() -> None:
+def test_an_exception_on_one_of_three_and_a_checkpoint_of_the_others(tmp_path: Path) -> None:
     def accident(worker: laconic.Worker) -> None:
         if worker.rank == 1:
             raise laconic.PeerError("no such image")
 
-    results = outcomes(lambda: live(accident, topology.ring(3), timeout=30), 3)
+    def resume() -> Tensor:
+        model = nn.Sequential(nn.Linear(20, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with laconic.Worker(model, optimizer, laconic.A2CiD2("ring", rate=0.5, slack=4)) as worker:
+            worker.load(tmp_path)
+            assert worker.step == STEPS
+            return worker.x.clone()
+
+    results = outcomes(lambda: live(accident, "ring", timeout=30, directory=tmp_path), 3)
     check_survivors(results, [0, 2], lost=1)
+    for x, survivor in zip(laconic.spawn(resume, 2), (0, 2), strict=True):
+        assert torch.equal(x, results[survivor]["x_saved"])
     assert results[1]["error"] == "no such image"
     assert any("no such image" in text for text in results[0]["warnings"])
 
