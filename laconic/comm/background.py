@@ -234,6 +234,7 @@ class Pairs:
         self._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
         self._devices = self._devices or [ProcessGroupGloo.create_default_device()]
         self._pairs: dict[int, Pair] = {}
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}  # shared by the pairs: there is one dialogue at a time
 
     def with_peer(self, peer: int) -> Pair:
         if peer not in self._pairs:
@@ -249,7 +250,7 @@ class Pairs:
                 raise
             except RuntimeError as error:
                 raise PeerIsSilent(f"no connection to rank {peer} ({_first_line(error)})") from error
-            self._pairs[peer] = Pair(group, peer, other=int(peer == high))
+            self._pairs[peer] = Pair(group, peer, int(peer == high), self._buffers)
         return self._pairs[peer]
 
     def forget(self, peer: int) -> None:
@@ -263,10 +264,9 @@ class Pairs:
 
 
 class Pair:
-    def __init__(self, group: ProcessGroupGloo, peer: int, other: int) -> None:
+    def __init__(self, group: ProcessGroupGloo, peer: int, other: int, buffers: dict[tuple[Any, ...], Tensor]) -> None:
         self._group: ProcessGroupGloo | None = group
-        self._peer, self._other = peer, other
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._peer, self._other, self._buffers = peer, other, buffers
 
     def close(self) -> None:
         """The connection goes with the group, and the peer sees it: no traceback may keep the group alive."""
