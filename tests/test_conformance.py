@@ -15,10 +15,13 @@ from tests.helpers import OPTIMIZERS, batch, build_model, rank, train, train_alo
 CASES: dict[str, laconic.Method] = {
     "allreduce": laconic.AllReduce(),
     "local_sgd": laconic.LocalSGD(period=3, moments="averaged"),
+    "qsgd": laconic.QSGD(),
+    "adpsgd": laconic.ADPSGD(initial_period=2, warmup=2, calibration=2),
+    "efficient_adam": laconic.EfficientAdam(exact_below=10, moments="averaged", moments_every=4),
     "a2cid2": laconic.A2CiD2(topology="ring", rate=1.0, background=False),
 }
 # Methods that lose nothing: the mean of the models moves by exactly the mean of the own steps.
-LOSSLESS = ["allreduce", "local_sgd", "a2cid2"]
+LOSSLESS = ["allreduce", "local_sgd", "adpsgd", "a2cid2"]
 
 
 def test_every_method_is_here() -> None:

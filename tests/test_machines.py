@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,20 +32,25 @@ def launch(address: str, endpoint: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_two_machines(tmp_path: Path) -> None:
+@pytest.fixture
+def network() -> Iterator[Network]:
     try:
-        network = Network(parse_links("1gbit", 2)).__enter__()
+        opened = Network(parse_links("1gbit", 2)).__enter__()
     except EmulationError as error:
         pytest.skip(str(error))
-    with network:
-        addresses = [host.address for host in network.hosts]
-        before = network.counters()
+    yield opened
+    opened.close()
 
-        def on_host() -> str:
-            return launch(addresses[int(os.environ["RANK"])], addresses[0], tmp_path)
 
-        outputs = laconic.spawn(on_host, 2, hosts=network.hosts)
-        after = network.counters()
+def test_two_machines(network: Network, tmp_path: Path) -> None:
+    addresses = [host.address for host in network.hosts]
+    before = network.counters()
+
+    def on_host() -> str:
+        return launch(addresses[int(os.environ["RANK"])], addresses[0], tmp_path)
+
+    outputs = laconic.spawn(on_host, 2, hosts=network.hosts)
+    after = network.counters()
     assert "step 200: loss" in outputs[0] + outputs[1]
     assert (tmp_path / "quickstart.pt").exists()
     # 25 rounds of the model's 1409 parameters, of which each of two workers sends all

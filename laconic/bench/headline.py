@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from laconic.bench.record import Record
 from laconic.bench.summary import Summary, ToTarget
-from laconic.bench.units import link_text, metric_name, metric_text, named_metric_text, nbytes_text, seconds_text
+from laconic.bench.units import labelled_metric_text, link_text, named_metric_text, nbytes_text, seconds_text
 
 ALONE = "none"  # the peer that does not communicate: a floor for the time, not a way to train together
 REFERENCE = "ddp"
@@ -73,7 +73,9 @@ def _race(
 
 
 def _compared(cost: ToTarget, against: ToTarget) -> str:
-    faster = against.seconds / cost.seconds if cost.seconds else float("inf")
+    if not (cost.seconds and against.seconds):
+        return "The target was met before any training."
+    faster = against.seconds / cost.seconds
     if faster >= 1:
         words = f"That is {times(faster)} faster"
     else:
@@ -88,7 +90,8 @@ def _target_missed(some: Record, together: list[Summary], target: float) -> Head
     by_some = any(summary.to_target(target) for summary in together)
     scope = " with all of its seeds" if by_some else ""
     sentence = f"{_where(some)}, no way reaches {goal}{scope} in {some.steps:,} steps."
-    return Headline(sentence, [f"{_label(nearest)} ends nearest, at {_final(nearest)}."])
+    ends = "ends nearest," if len(together) > 1 else "ends"
+    return Headline(sentence, [f"{_label(nearest)} {ends} at {_final(nearest)}."])
 
 
 def _without_target(some: Record, together: list[Summary]) -> Headline:
@@ -130,9 +133,7 @@ def _reference(summaries: list[Summary]) -> Summary | None:
 
 def _final(summary: Summary) -> str:
     assert summary.final is not None
-    metric = summary.runs[0].metric
-    value = metric_text(metric, summary.final.mean)
-    return value if value.endswith("%") else f"{metric_name(metric)} {value}"
+    return labelled_metric_text(summary.runs[0].metric, summary.final.mean)
 
 
 def _best_final(summaries: list[Summary]) -> Summary:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from laconic.bench.run import Plan
-from laconic.bench.table import nbytes
+from laconic.bench.units import nbytes_text
 from laconic.bench.ways import Asked
 
 REFRESH_SECONDS = 0.25
@@ -73,7 +73,7 @@ class Display:
 def describe(seen: np.ndarray, start: float, first: float) -> str:
     """Step, loss, speed, bytes and the time that is left, from what rank 0 wrote since `start`, at step `first`."""
     step, loss, payload, steps = seen
-    text = f"step {step:.0f}/{steps:.0f}  loss {loss:.4f}  {nbytes(payload)} sent"
+    text = f"step {step:.0f}/{steps:.0f}  loss {loss:.4f}  {nbytes_text(payload)} sent"
     elapsed = time.monotonic() - start
     if step > first and elapsed > 0:
         speed = (step - first) / elapsed

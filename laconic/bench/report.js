@@ -34,9 +34,9 @@
     const units = UNITS[kind];
     return units.findLast(([size, , from]) => Math.abs(largest) >= (from ?? size) * 0.9995) ?? units[0];
   }
-  function text(kind, value, unit = unitFor(kind, value)) {
+  function text(kind, value, unit = unitFor(kind, value), digits = 3) {
     if (value == null) return "–";
-    return number(value / unit[0]) + (unit[1] && " " + unit[1]);
+    return number(value / unit[0], digits) + (unit[1] && " " + unit[1]);
   }
   const metricKind = data.share ? "share" : "count";
 
@@ -62,7 +62,7 @@
         const ticks = [];
         for (let e = Math.floor(Math.log10(low / size)); 10 ** e * size <= high; e++)
           for (const m of mantissas) if (m * 10 ** e * size >= low * 0.999 && m * 10 ** e * size <= high * 1.001) ticks.push(m * 10 ** e * size);
-        if (ticks.length <= wanted * 1.4) return ticks;
+        if (ticks.length <= wanted * 1.2) return ticks;
       }
       const every = Math.ceil(Math.log10(high / low) / wanted);
       return Array.from({ length: 40 }, (_, k) => size * 10 ** (every * (k - 20))).filter((t) => t >= low * 0.999 && t <= high * 1.001);
@@ -70,28 +70,35 @@
     return scale;
   }
 
+  function digitsOf(ticks) {  // enough to tell neighbours apart
+    const largest = Math.max(...ticks.map(Math.abs)), apart = ticks[1] - ticks[0];
+    return largest && apart ? Math.max(3, Math.min(15, 2 + Math.ceil(Math.log10(largest / apart)))) : 3;
+  }
+
   // --- line charts
 
-  function option(caption, name, state, redraw) {
+  function option(options, name, state, redraw) {
     const button = html("button", { type: "button", class: "option", "aria-pressed": String(state.on) }, name);
     button.addEventListener("click", () => {
       state.on = !state.on;
       button.setAttribute("aria-pressed", String(state.on));
       redraw();
     });
-    caption.append(button);
+    options.append(button);
   }
 
-  function frame(id, title, note, wide = false) {
-    const caption = html("figcaption", {}, html("h2", {}, title));
+  function frame(id, title, note, size = "half") {
+    const options = html("div", { class: "options" });
+    const notes = note ? [html("p", { class: "note" }, note)] : [];
+    const caption = html("figcaption", {}, html("h2", {}, title), options, ...notes);
     const plot = html("div", { class: "plot" });
-    document.getElementById("charts").append(html("figure", { id, class: wide ? "wide" : "" }, caption, plot));
-    return { caption, plot, finish: () => note && caption.append(html("p", { class: "note" }, note)) };
+    document.getElementById("charts").append(html("figure", { id, class: size }, caption, plot));
+    return { options, plot };
   }
 
-  // spec: id, title, note, wide, x and y {label, kind}, series [{way, x, mean, low, high, rows(i)}], goal, closeUp
+  // spec: id, title, note, size, x and y {label, kind}, series [{way, x, mean, low, high, rows(i)}], goal, closeUp
   function lineChart(spec) {
-    const { caption, plot, finish } = frame(spec.id, spec.title, spec.note, spec.wide);
+    const { options, plot } = frame(spec.id, spec.title, spec.note, spec.size);
     const ends = spec.series.map((s) => Math.max(...s.x));
     const logX = { on: spec.x.kind !== "count" && Math.max(...ends) >= 10 * Math.min(...ends.filter((e) => e > 0)) };
     const values = spec.series.flatMap((s) => s.mean).filter((v) => v != null);
@@ -100,30 +107,34 @@
     const closeUp = { on: false };
     let curves = [];
     const draw = () => { curves = drawLines(plot, spec, logX.on, logY.on, closeUp.on); };
-    if (spec.x.kind !== "count") option(caption, spec.x.kind === "bytes" ? "log bytes" : "log time", logX, draw);
-    if (canLogY) option(caption, "log " + spec.y.short, logY, draw);
-    if (spec.closeUp) option(caption, "close-up", closeUp, draw);
-    finish();
+    if (spec.x.kind !== "count") option(options, spec.x.kind === "bytes" ? "log bytes" : "log time", logX, draw);
+    if (canLogY) option(options, "log " + spec.y.short, logY, draw);
+    if (spec.closeUp) option(options, "close-up", closeUp, draw);
     drawings.push(draw);
     hover(plot, spec, () => curves);
   }
 
   function drawLines(plot, spec, logX, logY, closeUp) {
     plot.replaceChildren();
-    const shown = spec.series.filter((s) => !hidden.has(s.way.name));
+    const shown = spec.series.filter((s) => !hidden.has(s.way.name)).sort((a, b) => b.way.peer - a.way.peer);  // methods on top
     const width = plot.clientWidth;
-    const height = Math.round(spec.wide ? Math.min(430, Math.max(270, width * 0.42)) : Math.min(300, Math.max(240, width * 0.6)));
+    const height = Math.round(spec.size ? Math.min(430, Math.max(270, width * 0.6)) : Math.min(300, Math.max(240, width * 0.6)));
     const fits = (s, i) => s.mean[i] != null && s.x[i] != null && !(logX && s.x[i] <= 0) && !(logY && s.low[i] <= 0);
     const points = shown.map((s) => s.mean.map((_, i) => i).filter((i) => fits(s, i)));
-    const xs = shown.flatMap((s, k) => points[k].map((i) => s.x[i]));
+    let xs = shown.flatMap((s, k) => points[k].map((i) => s.x[i]));
     const ys = shown.flatMap((s, k) => points[k].flatMap((i) => [s.low[i], s.high[i]]));
     if (!xs.length) {
       plot.append(html("p", { class: "empty" }, shown.length ? "Nothing to draw on this scale." : "All ways are hidden: choose one above."));
       return [];
     }
-    if (spec.goal != null) ys.push(spec.goal);
+    const goal = logY && spec.goal <= 0 ? null : spec.goal;
+    if (goal != null) ys.push(goal);
     let [low, high] = [Math.min(...ys), Math.max(...ys)];
-    if (closeUp) low = Math.min(high - (high - low) * 0.22, spec.goal != null ? spec.goal - (high - spec.goal) * 0.3 : high);
+    if (closeUp) {  // the best part of the values, and when they were had
+      low = Math.min(high - (high - low) * 0.22, goal != null ? goal - (high - goal) * 0.3 : high);
+      const best = shown.flatMap((s, k) => points[k].filter((i) => s.mean[i] >= low).map((i) => s.x[i]));
+      if (best.length) xs = best;
+    }
     const slack = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
     if (logY) [low, high] = [low / 1.15, high * 1.15];
     else [low, high] = [low >= 0 ? Math.max(0, low - slack) : low - slack, high + slack];
@@ -133,10 +144,10 @@
     const top = 8, bottom = height - 42;
     const y = (logY ? logarithmic : linear)(low, high, bottom, top);
     const ticksY = y.ticks(Math.max(3, height / 55), unitY[0]);
-    const labelsY = ticksY.map((t) => text(spec.y.kind, t, unitY));
+    const labelsY = ticksY.map((t) => text(spec.y.kind, t, unitY, digitsOf(ticksY)));
     const left = 12 + 7 * Math.max(...labelsY.map((l) => l.length));
-    const right = width - (spec.wide && width > 700 ? 150 : 14);
-    const lowX = logX ? Math.min(...xs) / 1.05 : Math.min(0, ...xs);
+    const right = width - 14;
+    const lowX = logX ? Math.min(...xs) / 1.05 : closeUp ? Math.min(...xs) : Math.min(0, ...xs);
     const x = (logX ? logarithmic : linear)(lowX, Math.max(...xs) * (logX ? 1.02 : 1), left, right);
 
     const clip = "clip-" + spec.id;
@@ -146,14 +157,16 @@
       svg("line", { class: "grid", x1: left, x2: right, y1: y(t), y2: y(t) }),
       svg("text", { x: left - 8, y: y(t) + 4, "text-anchor": "end" }, labelsY[k])));
     root.append(svg("line", { class: "base", x1: left, x2: right, y1: bottom, y2: bottom }));
-    for (const t of x.ticks(Math.max(3, (right - left) / 85), unitX[0])) root.append(
+    const ticksX = x.ticks(Math.max(3, (right - left) / 100), unitX[0]);
+    for (const t of ticksX) root.append(
       svg("line", { class: "base", x1: x(t), x2: x(t), y1: bottom, y2: bottom + 5 }),
       svg("text", { x: x(t), y: bottom + 19, "text-anchor": "middle" },
-        text(spec.x.kind, t, logX && spec.x.kind === "bytes" ? undefined : unitX)));
+        text(spec.x.kind, t, logX && spec.x.kind === "bytes" ? undefined : unitX, digitsOf(ticksX))));
     root.append(svg("text", { x: (left + right) / 2, y: height - 4, "text-anchor": "middle" }, spec.x.label));
 
-    const labels = [];
-    const curves = shown.map((s, k) => {
+    const absent = shown.filter((_, k) => !points[k].length).map((s) => `“${s.way.name}”`);
+    const curves = shown.flatMap((s, k) => {
+      if (!points[k].length) return [];
       const at = points[k].map((i) => ({ i, x: x(s.x[i]), y: y(s.mean[i]) }));
       const path = (list) => list.map(([a, b], j) => (j ? "L" : "M") + a.toFixed(1) + " " + b.toFixed(1)).join("");
       const group = svg("g", { class: "curve " + s.way.colour, "data-way": s.way.name });
@@ -165,32 +178,16 @@
       inner.append(svg("path", { d: path(at.map((p) => [p.x, p.y])) }));
       group.append(inner);
       const end = at.at(-1);
-      if (end && end.y <= bottom + 1) {
-        group.append(svg("circle", { class: "end", cx: end.x, cy: end.y, r: 4 }));
-        labels.push({ name: s.way.name, x: end.x, y: end.y, group });
-      }
+      if (end.y <= bottom + 1) group.append(svg("circle", { class: "end", cx: end.x, cy: end.y, r: 4 }));
       root.append(group);
       return { series: s, group, at: at.filter((p) => p.y <= bottom + 1) };
     });
-    if (spec.goal != null) root.append(
-      svg("line", { class: "goal", x1: left, x2: right, y1: y(spec.goal), y2: y(spec.goal) }),
-      svg("text", { class: "goal-text", x: left + 6, y: y(spec.goal) - 6 }, "target " + data.targetText));
-    if (spec.wide && width > 700) endLabels(labels, right);
+    if (goal != null) root.append(
+      svg("line", { class: "goal", x1: left, x2: right, y1: y(goal), y2: y(goal) }),
+      svg("text", { class: "goal-text", x: left + 6, y: y(goal) - 6 }, "target " + data.targetText));
     plot.append(root);
+    if (absent.length) plot.append(html("p", { class: "note" }, `No point of ${absent.join(", ")} is on this scale.`));
     return curves;
-  }
-
-  function endLabels(labels, right) {  // beside the ends of lines, moved apart where they would overlap
-    const wide = (l) => 8 + 6.9 * short(l.name).length;
-    const short = (name) => (name.length > 20 ? name.slice(0, 19) + "…" : name);
-    labels.sort((a, b) => a.y - b.y);
-    const placed = [];
-    for (const l of labels) {
-      let at = l.y;
-      for (const p of placed) if (l.x < p.x + wide(p) && p.x < l.x + wide(l) && at < p.at + 14) at = p.at + 14;
-      placed.push({ ...l, at });
-    }
-    for (const p of placed) p.group.append(svg("text", { class: "label", x: p.x + 9, y: p.at + 4 }, short(p.name)));
   }
 
   function hover(plot, spec, curves) {
@@ -227,11 +224,10 @@
     plot.addEventListener("pointerleave", leave);
   }
 
-  // --- bars. spec: id, title, note, keys [[class, text]], kind, rows [{way, total, tracks [[[class, value]]], parts}]
+  // --- bars. spec: id, title, note, keys [[class, text]], kind, rows [{way, total or absent, tracks [[[class, value]]], words}]
 
   function barChart(spec) {
-    const { plot, finish } = frame(spec.id, spec.title, spec.note);
-    finish();
+    const { plot } = frame(spec.id, spec.title, spec.note, spec.size);
     drawings.push(() => {
       const rows = spec.rows.filter((row) => !hidden.has(row.way.name));
       const sum = (track) => track.reduce((all, [, value]) => all + value, 0);
@@ -241,14 +237,25 @@
         piece.style.width = 100 * value / largest + "%";
         return piece;
       }));
-      plot.replaceChildren(
-        html("ul", { class: "keys" }, ...spec.keys.map(([look, name]) => html("li", {}, html("i", { class: look }), name))),
+      const keys = spec.keys.length ? [html("ul", { class: "keys" }, ...spec.keys.map(([look, name]) => html("li", {}, html("i", { class: look }), name)))] : [];
+      plot.replaceChildren(...keys,
         ...rows.map((row) => html("div", { class: "bar " + row.way.colour, "data-way": row.way.name },
-          html("div", { class: "name" }, html("span", {}, row.way.name), html("b", {}, text(spec.kind, row.total))),
-          ...row.tracks.map(bar), html("small", {}, row.parts.map(([name, value]) => name + " " + text(spec.kind, value)).join(" · ")))));
+          html("div", { class: "name" }, html("span", {}, row.way.name), html("b", {}, row.absent ?? text(spec.kind, row.total))),
+          ...row.tracks.map(bar), html("small", {}, row.words))));
       if (!rows.length) plot.append(html("p", { class: "empty" }, "All ways are hidden: choose one above."));
     });
   }
+
+  const cost = (way) => way.target?.seconds ?? Infinity;
+
+  function targetRow(way) {
+    if (!way.target) return { way, total: null, absent: "not reached", tracks: [[]], words: "" };
+    const { seconds, payload, step, reached, seeds } = way.target;
+    const some = reached < seeds ? ` · only ${reached} of ${seeds} seeds` : "";
+    return { way, total: seconds, tracks: [[["solid", seconds]]], words: `${number(step)} steps · ${text("bytes", payload)}${some}` };
+  }
+
+  const listed = (kind, parts) => parts.map(([name, value]) => name + " " + text(kind, value)).join(" · ");
 
   function splitRow(way) {
     const { step, ...split } = way.split;
@@ -256,8 +263,8 @@
     const known = looks.filter(([key]) => split[key] != null);
     const rest = step - known.reduce((all, [key]) => all + split[key], 0);
     const parts = known.map(([key, name, look]) => [name, split[key], look]);
-    if (rest > 0.01 * step) parts.push([known.length ? "not told apart" : "whole step", rest, "plain"]);
-    return { way, total: step, tracks: [parts.map(([, value, look]) => [look, value])], parts };
+    if (rest > 0.01 * step) parts.push([known.length ? "not told apart" : "whole step", rest, "open"]);
+    return { way, total: step, tracks: [parts.map(([, value, look]) => [look, value])], words: listed("seconds", parts) };
   }
 
   function bytesRow(way) {
@@ -266,7 +273,7 @@
     const tracks = [channels.map(([name, value]) => [look(name), value])];
     if (way.card != null) tracks.push([["plain", way.card]]);
     const payload = channels.reduce((all, [, value]) => all + value, 0);
-    return { way, total: payload, tracks, parts: [...channels, ...(way.card == null ? [] : [["card", way.card]])] };
+    return { way, total: payload, tracks, words: listed("bytes", [...channels, ...(way.card == null ? [] : [["card", way.card]])]) };
   }
 
   // --- what there is to draw
@@ -279,22 +286,27 @@
       `after ${text("seconds", way.metric.seconds[i])}, ${number(way.metric.step[i], 9)} steps`,
       `${text("bytes", way.metric.payload[i])} sent by each worker`,
     ];
-    const over = (id, words, key, x, wide, note) => drawn.length && lineChart({
-      id, wide, note, x, title: `${title} over ${words}`,
+    const over = (id, words, key, x, size, note) => drawn.length && lineChart({
+      id, size, note, x, title: `${title} over ${words}`,
       y: { label: data.metric, short: data.metric, kind: metricKind }, goal: data.target, closeUp: data.higher,
       series: drawn.map((way) => ({ way, ...way.metric, x: way.metric[key], rows: detail(way) })),
     });
-    over("metric-seconds", "time", "seconds", { label: "training time, evaluation not counted", kind: "seconds" }, true,
-      `On held-out data, of the model the workers agree on. ${seeds}`);
-    over("metric-bytes", "bytes sent", "payload", { label: "payload sent by each worker", kind: "bytes" }, false, "");
-    over("metric-steps", "steps", "step", { label: "steps", kind: "count" }, false, "");
+    over("metric-seconds", "time", "seconds", { label: "training time, evaluation not counted", kind: "seconds" },
+      data.target == null ? "whole" : "large", `On held-out data, of the model the workers agree on. ${seeds}`);
+    if (data.target != null && drawn.length) barChart({
+      id: "to-target", size: "small", title: `Time to ${data.targetText}`, kind: "seconds", keys: [],
+      rows: [...data.ways].sort((a, b) => cost(a) - cost(b)).map(targetRow),
+      note: "Training time until an evaluation is at least that good.",
+    });
+    over("metric-bytes", "bytes sent", "payload", { label: "payload sent by each worker", kind: "bytes" });
+    over("metric-steps", "steps", "step", { label: "steps", kind: "count" });
 
     const timed = data.ways.filter((way) => way.split);
     if (timed.length) barChart({
       id: "step-time", title: "Where a step’s time goes", kind: "seconds", rows: timed.map(splitRow),
       note: "An average step, mean over workers.",
       keys: [["solid", "compute"], ["tint", "method’s own work"], ["hatch", "waiting"],
-        ...(timed.some((way) => way.split.compute == null || way.split.waiting == null) ? [["plain", "not told apart"]] : [])],
+        ...(timed.some((way) => way.split.compute == null || way.split.waiting == null) ? [["open", "not told apart"]] : [])],
     });
     const channels = new Set(data.ways.flatMap((way) => Object.keys(way.payload)));
     if (channels.size) barChart({
@@ -319,8 +331,8 @@
         series: data.ways.filter((way) => way.own[key]).map((way) => simple(way, way.own[key])),
       });
     });
-    const figures = document.querySelectorAll("#charts figure:not(.wide)");
-    if (figures.length % 2) figures[figures.length - 1].classList.add("wide");
+    const figures = document.querySelectorAll("#charts .half");
+    if (figures.length % 2) figures[figures.length - 1].className = "whole";
   }
 
   // --- one legend for all charts

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
@@ -22,7 +23,7 @@ from laconic.bench.headline import headline
 from laconic.bench.record import Record
 from laconic.bench.report_table import failures_html, table_html
 from laconic.bench.summary import Curve, Summary, summarize
-from laconic.bench.units import is_share, link_text, metric_name, metric_text, number_text
+from laconic.bench.units import is_share, labelled_metric_text, link_text, metric_name, number_text
 from laconic.version import __version__
 
 COLOURS = {True: 5, False: 8}  # how many report.css has for peers, for methods
@@ -59,8 +60,8 @@ def render(records: Sequence[Record], target: float | None = None) -> str:
         title=escape(f"laconic: {news.sentence}"),
         css=_part("report.css"),
         date=escape(max(record.date for record in records)),
-        headline=escape(news.sentence),
-        details="".join(f'<p class="detail">{escape(detail)}</p>' for detail in news.details),
+        headline=escape(_unbroken(news.sentence)),
+        details="".join(f'<p class="detail">{escape(_unbroken(detail))}</p>' for detail in news.details),
         facts="".join(f"<li>{escape(fact)}</li>" for fact in _facts(records)),
         warnings="".join(f'<p class="warning">{escape(text)}</p>' for text in _warnings(records, summaries)),
         table=table_html(summaries, target, colours),
@@ -92,15 +93,16 @@ def _chart_data(
         "share": is_share(metric),
         "higher": records[0].higher_is_better,
         "target": target,
-        "targetText": None if target is None else metric_text(metric, target),
+        "targetText": None if target is None else labelled_metric_text(metric, target),
         "seeds": max(len(summary.runs) for summary in summaries),
-        "ways": [_way_data(summary, metric, colours[summary.name]) for summary in summaries if summary.runs],
+        "ways": [_way_data(summary, metric, colours[summary.name], target) for summary in summaries if summary.runs],
     }
 
 
-def _way_data(summary: Summary, metric: str, colour: str) -> dict[str, Any]:
+def _way_data(summary: Summary, metric: str, colour: str, target: float | None) -> dict[str, Any]:
     curve = summary.curve(lambda point: point.values[metric])
     split = summary.split
+    cost = None if target is None else summary.to_target(target)
     return {
         "name": summary.name,
         "peer": summary.is_peer,
@@ -114,6 +116,14 @@ def _way_data(summary: Summary, metric: str, colour: str) -> dict[str, Any]:
         "own": {key: _columns(own) for key, own in summary.method_curves().items()},
         "split": split and {key: _short(value) for key, value in vars(split).items()},
         "payload": {channel: _short(nbytes) for channel, nbytes in summary.payload_nbytes_per_step.items()},
+        "target": cost
+        and {
+            "seconds": _short(cost.seconds),
+            "payload": _short(cost.payload_nbytes),
+            "step": _short(cost.step),
+            "reached": cost.reached,
+            "seeds": cost.seeds,
+        },
         "card": _short(summary.card_nbytes_per_step),
     }
 
@@ -175,9 +185,14 @@ def _warnings(records: Sequence[Record], summaries: Sequence[Summary]) -> list[s
     if failed:
         texts.append(f"{failed} of {len(records)} runs failed: the reasons are below the table.")
     for key in ("workers", "link", "steps", "parameters", "task_settings", "machine"):
-        values = _distinct(records, lambda record, key=key: _settings_text(getattr(record, key)))
+        values = list(dict.fromkeys(_settings_text(getattr(record, key)) for record in records))
         if len(values) > 1:
             texts.append(f"These runs differ in {key.replace('_', ' ')}: {'; '.join(values)}.")
+    texts += [
+        f"{record.name}, seed {record.seed}: at some step its {metric_name(record.metric)} is not finite."
+        for record in records
+        if not all(math.isfinite(point.values[record.metric]) for point in record.points)
+    ]
     texts += [
         f"The seeds of {summary.name} have no evaluated step in common, so it has no curve."
         for summary in summaries
@@ -193,9 +208,7 @@ def _setup_html(records: Sequence[Record], target: float | None) -> str:
     rows = {
         "Task": joined(lambda r: r.task),
         "Task settings": joined(lambda r: _settings_text(r.task_settings)) or "defaults",
-        "Target": "none given"
-        if target is None
-        else f"{metric_name(records[0].metric)} {metric_text(records[0].metric, target)}",
+        "Target": "none given" if target is None else labelled_metric_text(records[0].metric, target),
         "Parameters": joined(lambda r: f"{r.parameters:,}"),
         "Workers": joined(lambda r: str(r.workers)),
         "Link": joined(lambda r: link_text(r.link) if r.link == "none" else f"{link_text(r.link)} ({r.link})"),
@@ -220,6 +233,11 @@ def _setup_html(records: Sequence[Record], target: float | None) -> str:
         f'<h3>The command</h3>{commands}<dl class="setup">{listed}</dl>'
         f'<details><summary>Settings of each way</summary><dl class="setup">{ways}</dl></details>'
     )
+
+
+def _unbroken(sentence: str) -> str:
+    """No line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:%|[µm]?s|[kMGT]?B|min|h|[kMG]bit/s)(?!\w))", "\u00a0", sentence)
 
 
 def _settings_text(value: Any) -> str:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
 from laconic.bench.headline import REFERENCE, times
 from laconic.bench.record import Record
 from laconic.bench.summary import Spread, Summary
-from laconic.bench.units import ABSENT, metric_name, metric_text, nbytes_text, number_text, seconds_text
+from laconic.bench.units import (
+    ABSENT,
+    is_share,
+    labelled_metric_text,
+    metric_name,
+    metric_text,
+    nbytes_text,
+    number_text,
+    seconds_text,
+)
 
 
 def table_html(summaries: Sequence[Summary], target: float | None, colours: dict[str, str]) -> str:
@@ -20,7 +30,7 @@ def table_html(summaries: Sequence[Summary], target: float | None, colours: dict
     channels = channels or ["foreground"]
     reference = next((summary for summary in ran if summary.way == REFERENCE), None)
     to_target = [] if target is None else ["time", "bytes", "steps"]
-    goal = "" if target is None else f"to {metric_text(some.metric, target)}"
+    goal = "" if target is None else f"to {labelled_metric_text(some.metric, target)}"
     groups = [
         (goal, to_target),
         ("over DDP", ["speed-up"]),
@@ -28,7 +38,6 @@ def table_html(summaries: Sequence[Summary], target: float | None, colours: dict
         ("a step", ["whole", "compute", "waiting", "own work"]),
         ("bytes a step", [*channels, "card"]),
         ("memory", ["peak"]),
-        ("seeds", ["ended"]),
     ]
     head = "".join(f'<th colspan="{len(c)}" scope="colgroup">{escape(g)}</th>' for g, c in groups if c)
     columns = "".join(
@@ -39,7 +48,8 @@ def table_html(summaries: Sequence[Summary], target: float | None, colours: dict
     rows = "".join(_row_html(s, target, reference, channels, colours[s.name], [len(c) for _, c in groups]) for s in ran)
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="All figures"><table><thead>'
-        f'<tr><th rowspan="2" scope="col">way</th>{head}</tr><tr>{columns}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f'<tr><th rowspan="2" scope="col">way</th>{head}</tr><tr>{columns}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
         f'<p class="note">{escape(_note(target))}</p>'
     )
 
@@ -60,12 +70,16 @@ def _row_html(
         *(nbytes_text(summary.payload_nbytes_per_step.get(channel)) for channel in channels),
         nbytes_text(summary.card_nbytes_per_step),
         nbytes_text(summary.peak_memory_nbytes),
-        f"{len(summary.runs)} of {len(summary.runs) + len(summary.failed)}",
     ]
     firsts = {sum(widths[:i]) for i in range(len(widths))}
     filled = "".join(f"<td{' class=first' if i in firsts else ''}>{escape(cell)}</td>" for i, cell in enumerate(cells))
     name = escape(summary.name)
-    return f'<tr data-way="{name}"><th scope="row" class="{colour}"><i class="dot"></i>{name}</th>{filled}</tr>'
+    breakable = name.replace("+", "<wbr>+").replace("=", "=<wbr>")
+    seeds = len(summary.runs) + len(summary.failed)
+    few = f'<span class="few">{len(summary.runs)} of {seeds} seeds</span>' if summary.failed else ""
+    return (
+        f'<tr data-way="{name}"><th scope="row" class="{colour}"><i class="dot"></i>{breakable}{few}</th>{filled}</tr>'
+    )
 
 
 def _target_cells(summary: Summary, target: float) -> list[str]:
@@ -99,18 +113,19 @@ def _split_cells(summary: Summary) -> list[str]:
 def _spread_text(metric: str, value: Spread | None) -> str:
     if value is None:
         return ABSENT
-    text = metric_text(metric, value.mean)
-    if value.deviation is None:
-        return text
-    return f"{text.removesuffix(' %')} ± {metric_text(metric, value.deviation, digits=2)}"
+    if value.deviation is None or not math.isfinite(value.deviation):
+        return metric_text(metric, value.mean)
+    if is_share(metric):
+        return f"{100 * value.mean:.1f} ± {100 * value.deviation:.1f} %"
+    return f"{metric_text(metric, value.mean)} ± {metric_text(metric, value.deviation, digits=2)}"
 
 
 def _note(target: float | None) -> str:
     speed_up = "the time to the target" if target is not None else "the time of a step, as no target was given"
     return (
-        f"Means over seeds; ± is the standard deviation over seeds. Speed-up is in {speed_up}. Bytes are those one worker "
-        "sends: the payload by channel, and what its network card counted. A step’s parts that cannot be told apart "
-        f"are left open ({ABSENT}). Memory is that of the largest worker."
+        f"Means over seeds; ± is the standard deviation over seeds. Speed-up is in {speed_up}. Bytes are those one "
+        "worker sends: the payload by channel, and what its network card counted. A step’s parts that cannot be told "
+        f"apart are left open ({ABSENT}). Memory is that of the largest worker."
     )
 
 

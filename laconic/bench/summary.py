@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from laconic.bench.record import Point, Record, Split
 
@@ -117,7 +118,7 @@ class Summary:
     def method_curves(self) -> dict[str, Curve]:
         """The method's own metrics, by name."""
         keys = dict.fromkeys(key for record in self.runs for point in record.points for key in point.method)
-        curves = {key: self.curve(lambda point, key=key: point.method.get(key)) for key in keys}
+        curves = {key: self.curve(partial(_own_metric, key)) for key in keys}
         return {key: curve for key, curve in curves.items() if curve.steps}
 
     def loss_curve(self) -> Curve:
@@ -136,6 +137,10 @@ def summarize(records: Sequence[Record]) -> list[Summary]:
         )
         for name in names
     ]
+
+
+def _own_metric(key: str, point: Point) -> float | None:
+    return point.method.get(key)
 
 
 def mean(values: Iterable[float]) -> float | None:

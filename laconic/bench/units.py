@@ -77,6 +77,12 @@ def named_metric_text(metric: str, value: float) -> str:
     return f"{'an' if words[:1] in 'aeiou' else 'a'} {words} of {text}"
 
 
+def labelled_metric_text(metric: str, value: float) -> str:
+    """The value in a label: `85 %`, `loss 0.6`."""
+    text = metric_text(metric, value)
+    return text if is_share(metric) else f"{metric_name(metric)} {text}"
+
+
 def metric_name(metric: str) -> str:
     return "BLEU" if metric == "bleu" else metric.replace("_", " ")
 

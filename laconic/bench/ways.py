@@ -134,9 +134,9 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
             except ValueError:
                 continue
     if any(_is_compressor(kind) for kind in kinds):
-        from laconic import compress
+        from laconic.compress import parse
 
-        return compress.parse(text)
+        return parse(text)
     if str in kinds or any(typing.get_origin(kind) is typing.Literal for kind in kinds):
         return text
     raise ValueError(f"{name} must be {_describe(hint)}, not {text!r}")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from laconic.method import Method
 from laconic.methods.a2cid2 import A2CiD2 as A2CiD2
+from laconic.methods.adpsgd import ADPSGD as ADPSGD
 from laconic.methods.allreduce import AllReduce as AllReduce
+from laconic.methods.efficient_adam import EfficientAdam as EfficientAdam
 from laconic.methods.local_sgd import LocalSGD as LocalSGD
+from laconic.methods.qsgd import QSGD as QSGD
 from laconic.names import look_up
 
 METHODS: dict[str, type[Method]] = {
     "allreduce": AllReduce,
     "local_sgd": LocalSGD,
+    "qsgd": QSGD,
+    "adpsgd": ADPSGD,
+    "efficient_adam": EfficientAdam,
     "a2cid2": A2CiD2,
 }
 

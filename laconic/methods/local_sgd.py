@@ -6,32 +6,36 @@ Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from laconic.method import Method, Replica, check_choice, check_count
+from laconic.compress import Compressor
+from laconic.method import Replica, check_choice, check_count
+from laconic.methods.averaging import Averaging, Moments, check_compressor
 
 
 @dataclass
-class LocalSGD(Method):
-    """The mean of the parameters every `period` steps.
+class LocalSGD(Averaging):
+    """The mean of the parameters every `period` steps: ADPSGD with a period that stays.
 
     `moments="averaged"` also averages the optimizer's state (momentum, Adam's m and v) in each round.
-    Bytes a round and worker: 2(n−1)/n · 4d, and as much again for each averaged state vector.
+    `compressor` and the bytes are as in ADPSGD.
     """
 
     paper: ClassVar[str] = "arXiv 1805.09767"
 
     period: int = 8
-    moments: Literal["local", "averaged"] = "local"
+    moments: Moments = "local"
+    compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
         check_count("period", self.period)
         check_choice("moments", self.moments, ("local", "averaged"))
+        check_compressor(self.compressor)
+
+    def setup(self, worker: Replica) -> None:
+        self.prepare(worker, self.compressor)
 
     def after_step(self, worker: Replica) -> None:
-        if worker.step % self.period:
-            return
-        worker.comm.mean(worker.x, out=worker.x)
-        if self.moments == "averaged":
-            for vector in worker.moments().values():
-                worker.comm.mean(vector, out=vector)
+        self.steps_since_round += 1
+        if self.steps_since_round == self.period:
+            self.average(worker, self.moments, self.compressor)

@@ -34,8 +34,8 @@ def test_payload_is_the_formula() -> None:
             return worker.meter.total.nbytes("foreground")
 
     rounds, d, n = 2, 1010, 2
-    assert laconic.spawn(run, n, "local") == [rounds * round(2 * (n - 1) / n * 4 * d)] * n
-    assert laconic.spawn(run, n, "averaged") == [3 * rounds * round(2 * (n - 1) / n * 4 * d)] * n
+    assert laconic.spawn(run, n, "local") == [rounds * round(2 * (n - 1) / n * 4 * (d + 1))] * n
+    assert laconic.spawn(run, n, "averaged") == [rounds * round(2 * (n - 1) / n * 4 * (3 * d + 1))] * n
 
 
 def test_averaged_moments_where_a_rank_has_none() -> None:

@@ -1,0 +1,187 @@
+"""The figures of ADPSGD: its own work, against a constant period, against quantization, and its speed-ups.
+
+python benchmarks/adpsgd.py own-work
+python benchmarks/adpsgd.py constant --task fashion --out runs/adpsgd-constant
+python benchmarks/adpsgd.py quantization --task fashion --out runs/adpsgd-quantization
+python benchmarks/adpsgd.py speed --out runs/adpsgd-speed                          (as root: links are emulated)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
+
+import laconic
+from laconic.bench.compare import rate_for
+from laconic.bench.record import Record, RunsFile
+from laconic.bench.run import Plan, run
+from laconic.bench.ways import ask
+from laconic.comm import Solo
+from laconic.tasks import Task
+from laconic.tasks.cifar10 import Cifar10
+from laconic.tasks.fashion import Fashion
+
+RHOS = {"10 Gbit/s": (0.56, 1.26), "100 Gbit/s": (0.16, 0.32)}  # the paper's regimes, as ρ
+
+
+class Quiet(Solo):
+    """Two workers of which the other says nothing: what is left of a round is the method's own work."""
+
+    size = 2
+
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return x
+
+
+@dataclass
+class QuietReplica:
+    x_and_scalar: Tensor
+    comm: Quiet
+    step: int = 1000
+    lr: float = 0.1
+
+    @property
+    def x(self) -> Tensor:
+        return self.x_and_scalar[:-1]
+
+
+def own_work(d: int, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of a copy of the vector, and of a round of ADPSGD without its all-reduce, taken in turns."""
+    replica = QuietReplica(torch.randn(d + 1), Quiet())
+    method = laconic.ADPSGD(initial_period=1, max_period=1, calibration=1)
+    method.setup(replica)  # type: ignore[arg-type]
+    source, target = torch.randn(d), torch.empty(d)
+    work: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(source),
+        "round": lambda: method.after_step(replica),  # type: ignore[arg-type]
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for repetition in range(repetitions + 3):
+        for name, act in work.items():
+            start = time.perf_counter()
+            act()
+            if repetition >= 3:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def print_own_work(repetitions: int) -> None:
+    torch.set_num_threads(1)
+    print("| entries | copy, ms | round, ms | ratio of medians | median of ratios | ratio of minima |")
+    print("|---|---|---|---|---|---|")
+    for d in (1_000_000, 1_860_000, 16_700_000):
+        seconds = own_work(d, repetitions if d > 10_000_000 else 5 * repetitions)
+        copy, round_ = (statistics.median(seconds[name]) for name in ("copy", "round"))
+        in_turn = statistics.median(b / a for a, b in zip(seconds["copy"], seconds["round"], strict=True))
+        least = min(seconds["round"]) / min(seconds["copy"])
+        print(
+            f"| {d:,} | {copy * 1e3:.2f} | {round_ * 1e3:.2f} | {round_ / copy:.2f} | {in_turn:.2f} | {least:.2f} |",
+            flush=True,
+        )
+
+
+class StepDecays:
+    """The learning rate divided by 10 after half and after three quarters of the steps, without a warm-up."""
+
+    def build_schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
+        return MultiStepLR(optimizer, [steps // 2, steps * 3 // 4], gamma=0.1)
+
+
+class SteppedFashion(StepDecays, Fashion):
+    pass
+
+
+class SteppedCifar10(StepDecays, Cifar10):
+    pass
+
+
+def stepped_task(name: str) -> Task:
+    if name == "fashion":
+        return SteppedFashion(optimizer="sgd", lr=0.05)
+    return SteppedCifar10(model="resnet8", subset=True, lr=0.1)
+
+
+def run_all(names: list[str], plan: Plan, seeds: int, out: Path) -> list[Record]:
+    out.mkdir(parents=True, exist_ok=True)
+    file, records = RunsFile(out), []
+    for seed in range(seeds):
+        for name in names:
+            record = run(ask(name), dataclasses.replace(plan, seed=seed))
+            file.append(record)
+            records.append(record)
+            print(describe(record), flush=True)
+    return records
+
+
+def describe(record: Record) -> str:
+    if record.status != "ok":
+        return f"{record.name}: failed, {record.reason.splitlines()[-1]}"
+    last = record.points[-1]
+    mean = statistics.fmean(loss for step, loss in record.train_loss[-3:])
+    method = ", ".join(f"{name} {value:.4g}" for name, value in last.method.items())
+    return (
+        f"{record.name}, link {record.link}, seed {record.seed}: {record.metric} {last.values[record.metric]:.4f}, "
+        f"train loss {mean:.4f}, {last.payload_nbytes / 1e6:.2f} MB, {record.seconds:.1f} s; {method}"
+    )
+
+
+def constant(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[Record]:
+    """Figure 1: the same budget of rounds, spent evenly or as the variance asks."""
+    names = [f"adpsgd+total_steps={steps}", "local_sgd+period=8", "local_sgd+period=4", "allreduce"]
+    return run_all(names, Plan(task, workers, steps), seeds, out)
+
+
+def quantization(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[Record]:
+    """Figure 2: bytes and training loss against QSGD(8); and what a compressor adds to ADPSGD."""
+    names = [f"adpsgd+total_steps={steps}", "qsgd", f"adpsgd+total_steps={steps}+compressor=uniform:4"]
+    return run_all(names, Plan(task, workers, steps), seeds, out)
+
+
+def speed(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[Record]:
+    """Figure 3: seconds of whole runs over links slow enough for each ρ."""
+    records = []
+    for rho in (rho for rhos in RHOS.values() for rho in rhos):
+        plan = Plan(task, workers, steps, evaluations=2, rho=rho)
+        plan = dataclasses.replace(plan, link=rate_for(rho, plan))
+        records += run_all([f"adpsgd+total_steps={steps}", "allreduce", "ddp"], plan, seeds, out / f"rho-{rho}")
+    for rho in sorted({record.rho for record in records if record.rho is not None}):
+        seconds = {
+            way: statistics.fmean(r.seconds for r in records if r.rho == rho and r.way == way)
+            for way in ("adpsgd", "allreduce", "ddp")
+        }
+        print(
+            f"ρ = {rho}: ×{seconds['allreduce'] / seconds['adpsgd']:.2f} over full communication, "
+            f"×{seconds['ddp'] / seconds['adpsgd']:.2f} over DDP"
+        )
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", choices=["own-work", "constant", "quantization", "speed"])
+    parser.add_argument("--task", choices=["fashion", "cifar10"], default="fashion")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("runs/adpsgd"))
+    given = parser.parse_args()
+    if given.figure == "own-work":
+        print_own_work(given.repetitions)
+        return
+    figure = {"constant": constant, "quantization": quantization, "speed": speed}[given.figure]
+    figure(stepped_task(given.task), given.workers, given.steps, given.seeds, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The frame of quantizers with one fp32 scale a block: padding, layout, and the choice of kernel."""
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from laconic.compress import packing
+from laconic.compress.backend import kernels_for
+from laconic.compress.compressor import Compressor, check_finite, not_finite
+
+BLOCK = 2048
+
+
+class Blockwise(Compressor):
+    """Each block is coded on its own as its scale (4 bytes) and its packed codes, and blocks follow one another.
+
+    So the code of a slice from one multiple of `block` to another is a slice of the whole's code. In the last block, if
+    it is not full, codes are packed in sequence, which makes `nbytes` = ⌈numel·bits/8⌉ + 4·blocks.
+    """
+
+    @property
+    @abstractmethod
+    def bits(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def block(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def _kind(self) -> str:
+        """The constant in `kernels.blockwise` that names this quantizer."""
+
+    @abstractmethod
+    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        """One scale for each of the blocks p (blocks, block), of which `counts` entries are no padding: (blocks, 1)."""
+
+    @abstractmethod
+    def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
+        """Codes, in uint8, of the shape of p."""
+
+    @abstractmethod
+    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """What codes stand for, in fp32."""
+
+    def _key(self, step: int) -> int:
+        return 0
+
+    @property
+    def _stride(self) -> int:
+        return 4 + self.block * self.bits // 8
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def nbytes(self, numel: int) -> int:
+        return packing.packed_nbytes(numel, self.bits) + 4 * self._blocks(numel)
+
+    def _encode(self, x: Tensor, out: Tensor, step: int) -> None:
+        kernels = kernels_for(x, out)
+        if kernels:
+            self._encode_by_kernel(kernels.blockwise, x, None, out, step)
+            return
+        check_finite(x)
+        full, count = divmod(x.numel(), self.block)
+        p = pad(x, (0, -x.numel() % self.block)).view(-1, self.block)
+        counts = torch.full((p.shape[0], 1), self.block, dtype=torch.float64, device=x.device)
+        if count:
+            counts[-1] = count
+        scales = self._scales(p, counts)
+        codes = self._quantize(p, scales, self._key(step))
+        blocks = out[: full * self._stride].view(full, self._stride)
+        blocks[:, :4] = scales[:full].view(torch.uint8)
+        blocks[:, 4:] = packing.pack_fields(codes[:full], self.bits)
+        if count:
+            rest = out[full * self._stride :]
+            rest[:4] = scales[-1].view(torch.uint8)
+            rest[4:] = packing.pack_sequence(codes[-1, :count], self.bits)
+
+    def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
+        kernels = kernels_for(code, target)
+        if kernels:
+            self._decode_by_kernel(kernels.blockwise, code, target, None)
+            return
+        full, count = divmod(target.numel(), self.block)
+        blocks = code[: full * self._stride].view(full, self._stride)
+        rest = code[full * self._stride :]
+        scales = blocks[:, :4].contiguous().view(torch.float32)
+        last_scale = rest[:4].clone().view(torch.float32)
+        for part in (scales, last_scale):
+            if not bool((torch.isfinite(part) & ~torch.signbit(part)).all()):
+                raise self._bad_scale(code)
+        codes = packing.unpack_fields(blocks[:, 4:], self.bits)
+        target[: full * self.block] = self._levels(codes, scales).flatten()
+        if count:
+            codes = packing.unpack_sequence(rest[4:], self.bits, count).to(torch.uint8)
+            target[full * self.block :] = self._levels(codes, last_scale)
+
+    def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
+        kernels = kernels_for(code, target)
+        if kernels:
+            self._decode_by_kernel(kernels.blockwise, code, target, scale)
+        else:
+            super()._decode_add(code, target, scale, step)
+
+    def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
+        kernels = kernels_for(residual, out)
+        if kernels and x is not None:
+            self._encode_by_kernel(kernels.blockwise, x, residual, out, step)
+        else:
+            super()._encode_with_feedback(x, residual, out, step)
+
+    def _encode_by_kernel(self, kernels: Any, x: Tensor, residual: Tensor | None, out: Tensor, step: int) -> None:
+        kind = getattr(kernels, self._kind)
+        scales = np.empty(self._blocks(x.numel()), np.float32)
+        vectors = (x.numpy(), (x if residual is None else residual).numpy(), residual is not None)
+        if not kernels.find_scales(kind, self.block, *vectors, scales):
+            raise not_finite(x if residual is None else x + residual)
+        key = np.uint64(self._key(step))
+        kernels.encode(kind, self.bits, self.block, *vectors, scales, key, out.numpy())
+
+    def _decode_by_kernel(self, kernels: Any, code: Tensor, target: Tensor, factor: float | None) -> None:
+        settings = (self.bits, self.block, code.numpy())
+        if not kernels.scales_are_valid(*settings, self._blocks(target.numel())):
+            raise self._bad_scale(code)
+        accumulate = factor is not None
+        factor32 = np.float32(1.0 if factor is None else factor)
+        kernels.decode(getattr(kernels, self._kind), *settings, target.numpy(), accumulate, factor32)
+
+    def _bad_scale(self, code: Tensor) -> ValueError:
+        for block, start in enumerate(range(0, code.numel(), self._stride)):
+            scale = code[start : start + 4].clone().view(torch.float32).item()
+            if not 0.0 <= scale < float("inf") or str(scale).startswith("-"):
+                return ValueError(
+                    f"the scale of a block must be finite and not negative, but block {block} has {scale}"
+                )
+        raise AssertionError("all scales are valid")
+
+
+def check_block(block: int) -> None:
+    if block < 64 or block % 64:
+        raise ValueError(f"block must be a positive multiple of 64, not {block}")

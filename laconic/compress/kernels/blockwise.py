@@ -1,0 +1,353 @@
+"""Fused kernels of the quantizers with one scale a block: `Sign`, `Log` and `Uniform`.
+
+Pass one (`find_scales`) reads everything and writes nothing but scales, so that a nan is found before any residual
+changes; pass two (`encode`) quantizes, packs and writes the residual.
+"""
+
+# mypy: ignore-errors
+# (numba compiles a dialect of Python that mypy takes for Python)
+
+import numpy as np
+from numba import njit
+
+from laconic.compress.kernels.bits import (
+    MAGNITUDE,
+    NOT_FINITE,
+    SIGN,
+    add32,
+    and32,
+    bits_of,
+    fill,
+    float_of,
+    load_float,
+    move,
+    pack_fields,
+    pack_sequence,
+    scramble,
+    shl32,
+    store_float,
+    unpack_fields,
+    unpack_sequence,
+)
+
+SIGN_KIND, LOG_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(4)
+
+LANES = (
+    16  # partial sums of a block's mean magnitude; part of the definition of `Sign`, for the sum depends on its order
+)
+EXPONENT = np.int32(-0x800000)  # sign and exponent
+MINUS_ZERO = np.float32(-0.0)  # x + -0.0 is x, also for x = -0.0
+MAGIC = np.float32(12582912.0)  # 1.5·2²³: adding it rounds to an integer, half to even, and leaves it in the low bits
+TINY = np.float32(2.0**-60)
+ENLARGE = np.float32(2.0**64)
+CHANCE = np.float32(2.0**-32)  # takes an int32 to ±½
+
+
+@njit(nogil=True, cache=True)
+def largest_magnitude(x, r):
+    """The bits of max |x + r|: as an integer, because a float maximum would neither vectorise nor keep a nan."""
+    largest = np.int32(0)
+    for i in range(x.size):
+        magnitude = np.int32(bits_of(x[i] + r[i]) & MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@njit(nogil=True, cache=True)
+def mean_magnitude(x, r, count, lanes):
+    """Mean of |x + r| over `count` entries: four by four in fp32, quartered lest they overflow, then fp64 lanes."""
+    quarter = np.float32(0.25)
+    fill(lanes, 0.0)
+    for start in range(0, x.size, 4 * LANES):
+        xs, rs = x[start : start + 4 * LANES], r[start : start + 4 * LANES]
+        for i in range(LANES):
+            a = abs(xs[i] + rs[i]) * quarter
+            b = abs(xs[i + LANES] + rs[i + LANES]) * quarter
+            c = abs(xs[i + 2 * LANES] + rs[i + 2 * LANES]) * quarter
+            d = abs(xs[i + 3 * LANES] + rs[i + 3 * LANES]) * quarter
+            lanes[i] += np.float64((a + b) + (c + d))
+    width = LANES
+    while width > 1:
+        width //= 2
+        for i in range(width):
+            lanes[i] += lanes[i + width]
+    return np.float32(4.0 * lanes[0] / count)
+
+
+@njit(nogil=True, cache=True)
+def sign_block(x, r, scale, codes):
+    level = bits_of(scale)
+    for i in range(x.size):
+        p = x[i] + r[i]
+        sign = np.int32(bits_of(p) & SIGN)
+        r[i] = p - float_of(np.int32(sign | level))
+        codes[i] = np.uint8(np.uint32(sign) >> np.uint32(31))
+
+
+@njit(nogil=True, cache=True)
+def log_block(x, r, scale, bits, uppers, codes):
+    levels = np.int32((1 << (bits - 1)) - 1)
+    largest = bits_of(scale)
+    if largest < np.int32((levels + 1) << 23):
+        log_block_near_zero(x, r, scale, bits, codes)
+        return
+    # The smallest fp32 number that is at least ¾ of the scale, where the top level begins. Each level below begins at
+    # half of the one above it: in bits, one exponent (1 << 23) less. The lowest one reaches down to half of itself.
+    exact = 0.75 * np.float64(scale)
+    rounded = np.float32(exact)
+    top = bits_of(rounded)
+    if np.float64(rounded) < exact:
+        top = np.int32(top + 1)
+    lowest = np.int32(top - ((levels - 1) << 23))
+    below = np.int32(largest - (levels << 23))
+    # Without the mantissa of `top`, what begins a level is an exponent, and the rest of the bits can be cut off.
+    mantissa = np.int32(top & np.int32(0x7FFFFF))
+    shift = np.int32(largest - np.int32(top - mantissa))
+    for i in range(x.size):
+        p = x[i] + r[i]
+        pattern = bits_of(p)
+        magnitude = and32(pattern, MAGNITUDE)
+        raised = lowest if magnitude < lowest else magnitude
+        level = add32(and32(np.int32(raised - mantissa), EXPONENT), shift)
+        level = level if magnitude >= below else np.int32(0)
+        signed = np.int32(level | and32(pattern, SIGN))
+        r[i] = p - float_of(signed)
+        uppers[i] = np.uint16(np.uint32(signed) >> np.uint32(16))
+    # The code of a level is its exponent above that of `below`. Upper halves hold all of that, twice as many a vector.
+    zero = np.uint16(below >> 23)
+    negative = np.uint16(1 << (bits - 1))
+    for i in range(x.size):
+        exponent = np.uint16(np.uint16(uppers[i] & np.uint16(0x7FFF)) >> np.uint16(7))
+        index = np.uint16((exponent if exponent > zero else zero) - zero)
+        sign = negative if uppers[i] >= np.uint16(0x8000) else np.uint16(0)
+        codes[i] = np.uint8(np.uint16(index | sign))
+
+
+@njit(nogil=True, cache=True)
+def log_block_near_zero(x, r, scale, bits, codes):
+    """`log_block` where some level is not a normal number: exact thresholds in fp64, one by one."""
+    levels = (1 << (bits - 1)) - 1
+    negative = 1 << (bits - 1)
+    for i in range(x.size):
+        p = x[i] + r[i]
+        magnitude = np.float64(abs(p))
+        index = 0
+        if magnitude > 0.0:
+            threshold = 0.5 * np.float64(scale) * 2.0 ** (1 - levels)
+            while index < levels and magnitude >= threshold:
+                index += 1
+                threshold = 0.75 * np.float64(scale) * 2.0 ** (index + 1 - levels)
+        level = np.float32(0.0)
+        if index > 0:
+            level = np.float32(np.float64(scale) * 2.0 ** (index - levels))
+        is_negative = bits_of(p) < np.int32(0)
+        r[i] = p - (-level if is_negative else level)
+        codes[i] = np.uint8(index | negative) if is_negative else np.uint8(index)
+
+
+@njit(nogil=True, cache=True)
+def saturated(code):
+    """A code as a byte. It is in range anyway; the bounds let the compiler use the processor's saturating packs."""
+    code = np.int32(0) if code < np.int32(0) else code
+    return np.uint8(np.int32(255) if code > np.int32(255) else code)
+
+
+@njit(nogil=True, cache=True)
+def uniform_block(x, r, scale, bits, codes):
+    if scale < TINY:
+        uniform_block_near_zero(x, r, scale, bits, False, np.uint64(0), codes)
+        return
+    levels = np.float32((1 << (bits - 1)) - 1)
+    steps = levels / scale
+    unit = np.float32(1.0) / levels
+    offset = np.int32(np.int32(levels) - bits_of(MAGIC))
+    for i in range(x.size):
+        p = x[i] + r[i]
+        shifted = p * steps + MAGIC
+        r[i] = p - ((shifted - MAGIC) * unit) * scale
+        codes[i] = saturated(add32(bits_of(shifted), offset))
+
+
+@njit(nogil=True, cache=True)
+def uniform_stochastic_block(x, r, scale, bits, key, codes):
+    """Add a chance of ±½ step before rounding, so that the mean is right."""
+    if scale < TINY:
+        uniform_block_near_zero(x, r, scale, bits, True, key, codes)
+        return
+    levels = np.float32((1 << (bits - 1)) - 1)
+    steps = levels / scale
+    unit = np.float32(1.0) / levels
+    offset = np.int32(np.int32(levels) - bits_of(MAGIC))
+    first, second = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
+    for i in range(x.size):
+        p = x[i] + r[i]
+        moved = p * steps + np.float32(scramble(np.uint32(i), first, second)) * CHANCE
+        moved = levels if moved > levels else moved
+        moved = -levels if moved < -levels else moved
+        shifted = moved + MAGIC
+        r[i] = p - ((shifted - MAGIC) * unit) * scale
+        codes[i] = saturated(add32(bits_of(shifted), offset))
+
+
+@njit(nogil=True, cache=True)
+def uniform_block_near_zero(x, r, scale, bits, stochastic, key, codes):
+    """Both of the above where levels / scale could overflow: all is enlarged by a power of two, which is exact."""
+    levels = np.float32((1 << (bits - 1)) - 1)
+    steps = np.float32(0.0)
+    if scale > np.float32(0.0):
+        steps = levels / (scale * ENLARGE)
+    unit = np.float32(1.0) / levels
+    first, second = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
+    for i in range(x.size):
+        p = x[i] + r[i]
+        moved = (p * ENLARGE) * steps
+        if stochastic:
+            moved += np.float32(scramble(np.uint32(i), first, second)) * CHANCE
+            moved = min(max(moved, -levels), levels)
+        rounded = (moved + MAGIC) - MAGIC
+        r[i] = p - (rounded * unit) * scale
+        codes[i] = np.uint8(np.int32(rounded) + np.int32(levels))
+
+
+@njit(nogil=True, cache=True)
+def splitmix64(value):
+    value += np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@njit(nogil=True, cache=True)
+def block_scale(kind, x, r, count, lanes):
+    if kind == SIGN_KIND:
+        return mean_magnitude(x, r, count, lanes)
+    return float_of(largest_magnitude(x, r))
+
+
+@njit(nogil=True, cache=True)
+def find_scales(kind, block, x, residual, feedback, scales):
+    """Pass one: the scale of every block; false when some entry of x (+ residual) is not finite."""
+    lanes = np.empty(LANES, np.float64)
+    r_spare = np.empty(block, np.float32)
+    fill(r_spare, MINUS_ZERO)
+    full = x.size // block
+    for b in range(full):
+        xb = x[b * block : (b + 1) * block]
+        if feedback:
+            scales[b] = block_scale(kind, xb, residual[b * block : (b + 1) * block], block, lanes)
+        else:
+            scales[b] = block_scale(kind, xb, r_spare, block, lanes)
+    if full < scales.size:
+        x_spare = np.empty(block, np.float32)
+        fill(x_spare, MINUS_ZERO)
+        move(x[full * block :], x_spare)
+        if feedback:
+            move(residual[full * block :], r_spare)
+        scales[full] = block_scale(kind, x_spare, r_spare, x.size - full * block, lanes)
+    largest = np.int32(0)
+    for b in range(scales.size):
+        magnitude = np.int32(bits_of(scales[b]) & MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest < NOT_FINITE
+
+
+@njit(nogil=True, cache=True)
+def quantize_block(kind, bits, x, r, scale, key, uppers, codes):
+    if kind == SIGN_KIND:
+        sign_block(x, r, scale, codes)
+    elif kind == LOG_KIND:
+        log_block(x, r, scale, bits, uppers, codes)
+    elif kind == UNIFORM_KIND:
+        uniform_block(x, r, scale, bits, codes)
+    else:
+        uniform_stochastic_block(x, r, scale, bits, key, codes)
+
+
+@njit(nogil=True, cache=True)
+def encode(kind, bits, block, x, residual, feedback, scales, key, out):
+    """Pass two: scale and packed codes of every block, and with `feedback` what they leave behind into `residual`."""
+    codes, uppers = np.empty(block, np.uint8), np.empty(block, np.uint16)
+    x_spare, r_spare = np.empty(block, np.float32), np.empty(block, np.float32)
+    stride = 4 + block * bits // 8
+    for b in range(scales.size):
+        start = b * block
+        xb, rb = x[start : start + block], residual[start : start + block]
+        count = xb.size
+        if count < block:
+            fill(x_spare, MINUS_ZERO)
+            move(xb, x_spare)
+            xb = x_spare
+        if count < block or not feedback:
+            fill(r_spare, MINUS_ZERO)
+            if feedback:
+                move(rb, r_spare)
+            rb = r_spare
+        packed = out[b * stride + 4 : (b + 1) * stride]
+        place = packed if packed.size == block else codes  # eight bits need no packing
+        quantize_block(kind, bits, xb, rb, scales[b], splitmix64(key + np.uint64(b)), uppers, place)
+        store_float(out, b * stride, scales[b])
+        if count < block:
+            pack_sequence(codes[:count], bits, packed)
+            if feedback:
+                move(r_spare[:count], residual[start:])
+        elif bits < 8:
+            pack_fields(codes, bits, packed)
+
+
+@njit(nogil=True, cache=True)
+def levels_of(kind, bits, codes, scale, values):
+    top = (1 << (bits - 1)) - 1
+    if kind == SIGN_KIND:
+        level = bits_of(scale)
+        for i in range(values.size):
+            values[i] = float_of(np.int32(np.int32(np.int32(codes[i]) << 31) | level))
+    elif kind == LOG_KIND:
+        mask, exponent = np.int32(top), np.int32(127 - top)
+        for i in range(values.size):
+            code = np.int32(codes[i])
+            index = and32(code, mask)
+            power = shl32(add32(index, exponent), np.int32(23)) if index > np.int32(0) else np.int32(0)
+            sign = SIGN if code > mask else np.int32(0)
+            values[i] = float_of(np.int32(power | sign)) * scale
+    else:
+        unit = np.float32(1.0) / np.float32(top)
+        offset = np.int32(top)
+        for i in range(values.size):
+            values[i] = (np.float32(np.int32(np.int32(codes[i]) - offset)) * unit) * scale
+
+
+@njit(nogil=True, cache=True)
+def scales_are_valid(bits, block, code, blocks):
+    stride = 4 + block * bits // 8
+    for b in range(blocks):
+        pattern = bits_of(load_float(code, b * stride))
+        if pattern < np.int32(0) or pattern >= NOT_FINITE:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def decode(kind, bits, block, code, target, accumulate, factor):
+    """target = levels, or with `accumulate` target += factor·levels."""
+    unpacked = np.empty(block, np.uint8)
+    values = np.empty(block, np.float32)
+    stride = 4 + block * bits // 8
+    for start in range(0, target.size, block):
+        place = start // block * stride
+        goal = target[start : start + block]
+        scale = load_float(code, place)
+        packed = code[place + 4 : place + stride]
+        if goal.size < block:
+            unpack_sequence(packed, bits, unpacked[: goal.size])
+            codes = unpacked
+        elif bits == 8:
+            codes = packed
+        else:
+            unpack_fields(packed, bits, unpacked)
+            codes = unpacked
+        levels_of(kind, bits, codes, scale, values[: goal.size])
+        if accumulate:
+            for i in range(goal.size):
+                goal[i] += factor * values[i]
+        else:
+            move(values[: goal.size], goal)

@@ -1,0 +1,109 @@
+"""Kernels of the compressors that send every entry (`Half`), and of the check that all entries are finite."""
+
+# mypy: ignore-errors
+# (numba compiles a dialect of Python that mypy takes for Python)
+
+import numpy as np
+from numba import njit
+
+from laconic.compress.kernels.bits import MAGNITUDE, NOT_FINITE, SIGN, add32, and32, bits_of, float_of, shl32
+
+FP16_LARGEST = np.int32(0x477FE000)  # 65504
+FP16_SMALLEST_NORMAL = np.int32(0x38800000)  # 2⁻¹⁴
+BF16_LARGEST = np.int32(0x7F7F0000)
+HALF = np.float32(0.5)
+FP16_TO_FP32 = np.float32(2.0**112)  # the difference of the exponents' biases
+
+
+@njit(nogil=True, cache=True)
+def all_finite(x):
+    largest = np.int32(0)
+    for i in range(x.size):
+        magnitude = and32(bits_of(x[i]), MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest < NOT_FINITE
+
+
+@njit(nogil=True, cache=True)
+def sum_is_finite(x, r):
+    largest = np.int32(0)
+    for i in range(x.size):
+        magnitude = and32(bits_of(x[i] + r[i]), MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest < NOT_FINITE
+
+
+@njit(nogil=True, cache=True)
+def add_scaled(values, target, factor):
+    for i in range(target.size):
+        target[i] += factor * values[i]
+
+
+@njit(nogil=True, cache=True)
+def to_fp16(value):
+    """Round half to even, stop at the largest number; the bits, in an int32."""
+    pattern = bits_of(value)
+    magnitude = and32(pattern, MAGNITUDE)
+    magnitude = FP16_LARGEST if magnitude > FP16_LARGEST else magnitude
+    odd = and32(np.int32(magnitude >> 13), np.int32(1))
+    normal = np.int32(np.int32(add32(add32(magnitude, np.int32(0xFFF)), odd) >> 13) - np.int32(112 << 10))
+    subnormal = np.int32(bits_of(float_of(magnitude) + HALF) - bits_of(HALF))
+    rounded = normal if magnitude >= FP16_SMALLEST_NORMAL else subnormal
+    return np.int32(rounded | and32(np.int32(pattern >> 16), np.int32(0x8000)))
+
+
+@njit(nogil=True, cache=True)
+def from_fp16(half):
+    magnitude = float_of(shl32(and32(half, np.int32(0x7FFF)), np.int32(13))) * FP16_TO_FP32
+    return float_of(np.int32(bits_of(magnitude) | and32(shl32(half, np.int32(16)), SIGN)))
+
+
+@njit(nogil=True, cache=True)
+def to_bf16(value):
+    pattern = bits_of(value)
+    magnitude = and32(pattern, MAGNITUDE)
+    magnitude = BF16_LARGEST if magnitude > BF16_LARGEST else magnitude
+    odd = and32(np.int32(magnitude >> 16), np.int32(1))
+    rounded = np.int32(add32(add32(magnitude, np.int32(0x7FFF)), odd) >> 16)
+    return np.int32(rounded | and32(np.int32(pattern >> 16), np.int32(0x8000)))
+
+
+@njit(nogil=True, cache=True)
+def from_bf16(half):
+    return float_of(shl32(half, np.int32(16)))
+
+
+@njit(nogil=True, cache=True)
+def encode_half(x, brain, out):
+    if brain:
+        for i in range(x.size):
+            out[i] = np.uint16(to_bf16(x[i]))
+    else:
+        for i in range(x.size):
+            out[i] = np.uint16(to_fp16(x[i]))
+
+
+@njit(nogil=True, cache=True)
+def encode_half_with_feedback(x, residual, brain, out):
+    if brain:
+        for i in range(x.size):
+            p = x[i] + residual[i]
+            half = to_bf16(p)
+            residual[i] = p - from_bf16(half)
+            out[i] = np.uint16(half)
+    else:
+        for i in range(x.size):
+            p = x[i] + residual[i]
+            half = to_fp16(p)
+            residual[i] = p - from_fp16(half)
+            out[i] = np.uint16(half)
+
+
+@njit(nogil=True, cache=True)
+def add_half(code, brain, target, factor):
+    if brain:
+        for i in range(target.size):
+            target[i] += factor * from_bf16(np.int32(code[i]))
+    else:
+        for i in range(target.size):
+            target[i] += factor * from_fp16(np.int32(code[i]))

@@ -1,0 +1,126 @@
+"""The quantizers of Efficient-Adam (Chen, Shen, Liu, Luo, arXiv 2205.14473) and QSGD: `Sign`, `Log`, `Uniform`."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from laconic.compress.blockwise import BLOCK, Blockwise, check_block
+from laconic.compress.random import chances, mix
+
+
+@dataclass(frozen=True)
+class Sign(Blockwise):
+    """One bit an entry: ± the block's mean magnitude. Lossy enough to be of use with error feedback only."""
+
+    block: int = BLOCK
+    _kind = "SIGN_KIND"
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    @property
+    def bits(self) -> int:
+        return 1
+
+    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        # The order of the sum is part of the definition: all implementations must agree on its rounding.
+        quarters = (p.abs() * 0.25).view(p.shape[0], self.block // 64, 4, 16)
+        fours = ((quarters[:, :, 0] + quarters[:, :, 1]) + (quarters[:, :, 2] + quarters[:, :, 3])).double()
+        lanes = torch.zeros(p.shape[0], 16, dtype=torch.float64, device=p.device)
+        for row in fours.unbind(1):
+            lanes = lanes + row
+        for width in (8, 4, 2, 1):
+            lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+        return (4.0 * lanes / counts).float()
+
+    def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
+        return torch.signbit(p).to(torch.uint8)
+
+    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.where(codes == 1, -scales, scales)
+
+
+@dataclass(frozen=True)
+class Log(Blockwise):
+    """Levels 0, ±2⁻ᵏ … ±½, ±1 times the block's largest magnitude, k = 2^(bits−1) − 2; the nearest is taken.
+
+    The largest entry of a block is exact; the error of an entry is at most a third of it down to 2⁻ᵏ of the largest.
+    """
+
+    bits: int = 4
+    block: int = BLOCK
+    _kind = "LOG_KIND"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 6:
+            raise ValueError(f"bits must be from 2 to 6, not {self.bits}")
+        check_block(self.block)
+
+    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        return p.abs().amax(1, keepdim=True)
+
+    def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
+        levels = (1 << (self.bits - 1)) - 1
+        magnitude, largest = p.abs().double(), scales.double()
+        index = torch.zeros(p.shape, dtype=torch.uint8, device=p.device)
+        for i in range(1, levels + 1):
+            begins_at = 0.5 if i == 1 else 0.75  # the lowest level's neighbour is 0, that of others half of themselves
+            index += (magnitude >= largest * (begins_at * 2.0 ** (i - levels))) & (magnitude > 0)
+        return index | (torch.signbit(p).to(torch.uint8) << (self.bits - 1))
+
+    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
+        levels = (1 << (self.bits - 1)) - 1
+        index = codes & levels
+        size = torch.where(index > 0, torch.exp2(index.double() - levels), 0.0) * scales.double()
+        return torch.where(codes > levels, -size, size).float()
+
+
+@dataclass(frozen=True)
+class Uniform(Blockwise):
+    """Evenly spaced levels from − to + the block's largest magnitude, 2^bits − 1 of them, so that 0 is one.
+
+    Rounds to the nearest; with `stochastic` up or down by chance, so that the mean over steps is the entry itself. Then
+    give each rank its own `seed` (`for_rank`), or all ranks err in the same direction.
+    """
+
+    bits: int = 8
+    stochastic: bool = False
+    block: int = BLOCK
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"bits must be from 2 to 8, not {self.bits}")
+        check_block(self.block)
+
+    @property
+    def _kind(self) -> str:
+        return "STOCHASTIC_KIND" if self.stochastic else "UNIFORM_KIND"
+
+    def for_rank(self, rank: int) -> Self:
+        return replace(self, seed=mix(self.seed, rank)) if self.stochastic else self
+
+    def _key(self, step: int) -> int:
+        return mix(self.seed, step)
+
+    @property
+    def _top(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        return p.abs().amax(1, keepdim=True)
+
+    def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
+        enlarge = torch.where(scales < 2.0**-60, 2.0**64, 1.0).float()  # keeps steps finite, and is exact
+        # A tensor on top: number / tensor would take the reciprocal first and round twice.
+        steps = torch.where(scales > 0, torch.full_like(scales, self._top) / (scales * enlarge), 0.0)
+        moved = (p * enlarge) * steps
+        if self.stochastic:
+            moved = (moved + chances(key, p.shape[0], p.shape[1], p.device)).clamp(-self._top, self._top)
+        return (moved.round() + self._top).to(torch.uint8)
+
+    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
+        unit = torch.tensor(1.0, dtype=torch.float32, device=codes.device) / self._top
+        return ((codes.to(torch.float32) - self._top) * unit) * scales

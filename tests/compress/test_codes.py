@@ -1,0 +1,163 @@
+"""What holds for every compressor: sizes, both implementations, buffers, dtypes, and what is refused."""
+
+import pytest
+import torch
+from cases import ALL, BLOCKWISE, DENSE, SPARSE, blockwise, compressors, few, make, plain_torch, same_bits, vectors
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.compress import Compressor, Identity, Log, RandomBlock, Sign, TopK, Uniform, encode_with_feedback
+
+
+@few
+@given(compressors, vectors, st.integers(0, 10**6))
+def test_torch_and_numba_agree_bit_for_bit(compressor, x, step):
+    residual = (0.3 * x.roll(1)).contiguous()
+
+    def everything():
+        r = residual.clone()
+        code = compressor.encode(x, step=step)
+        fed = encode_with_feedback(compressor, x, r, step=step)
+        decoded = compressor.decode(code, x.numel(), step=step)
+        added = compressor.decode_add(code, residual.clone(), 1 / 3, step=step)
+        return code, fed, r, decoded, added
+
+    fast = everything()
+    with plain_torch():
+        plain = everything()
+    assert fast[0].numel() == compressor.nbytes(x.numel())
+    for name, a, b in zip(("code", "fed code", "residual", "decoded", "added"), fast, plain, strict=True):
+        assert same_bits(a, b), name
+
+
+@few
+@given(st.sampled_from(ALL), vectors)
+def test_decode_add_is_decode_then_add(compressor, x):
+    code = compressor.encode(x)
+    start = torch.ones_like(x)
+    expected = start + 0.25 * compressor.decode(code, x.numel())
+    assert torch.equal(compressor.decode_add(code, start, 0.25), expected)
+    in_double = compressor.decode_add(code, torch.ones_like(x, dtype=torch.float64))
+    assert torch.equal(in_double, 1 + compressor.decode(code, x.numel()).double())
+
+
+@pytest.mark.parametrize("compressor", ALL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_coded_as_their_fp32_values(compressor, dtype):
+    x = make("normal", 3000, 1).to(dtype)
+    assert same_bits(compressor.encode(x), compressor.encode(x.float()))
+    out = torch.empty(3000, dtype=dtype)
+    assert compressor.decode(compressor.encode(x), 3000, out=out) is out
+    assert torch.equal(out, compressor.decode(compressor.encode(x), 3000).to(dtype))
+
+
+@pytest.mark.parametrize("compressor", ALL, ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_buffers_may_lie_at_any_address(compressor, offset):
+    n = 4099
+    x, residual = make("normal", n, 2), make("normal", n, 3)
+    expected, other = compressor.encode(x), residual.clone()
+    storage = torch.zeros(compressor.nbytes(n) + 8, dtype=torch.uint8)
+    out = storage[offset : offset + compressor.nbytes(n)]
+    assert compressor.encode(x, out=out).data_ptr() == out.data_ptr()
+    assert same_bits(out, expected)
+    assert same_bits(compressor.decode(out, n), compressor.decode(expected, n))
+    assert same_bits(compressor.decode_add(out, residual.clone()), compressor.decode_add(expected, other.clone()))
+    encode_with_feedback(compressor, x, residual, out=out)
+    assert same_bits(out, encode_with_feedback(compressor, x, other))
+    assert same_bits(residual, other)
+    assert not storage[:offset].any()
+    assert not storage[offset + compressor.nbytes(n) :].any()
+
+
+@few
+@given(blockwise, st.integers(0, 3), st.integers(0, 3), st.integers(0, 70))
+def test_the_code_of_whole_blocks_is_a_slice_of_the_code(compressor, first, count, rest):
+    x = make("normal", (first + count + 1) * compressor.block + rest, 5)
+    stop = (first + count) * compressor.block
+    part = x[first * compressor.block : stop]
+    if isinstance(compressor, Uniform) and compressor.stochastic and first:
+        return  # randomness counts blocks from the start of what is encoded
+    a, b = compressor.nbytes(first * compressor.block), compressor.nbytes(stop)
+    assert same_bits(compressor.encode(part), compressor.encode(x)[a:b].clone())
+
+
+@pytest.mark.parametrize("compressor", BLOCKWISE, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 7, 2048, 2049, 10**6])
+def test_size_of_quantized_codes(compressor, numel):
+    blocks = -(-numel // compressor.block)
+    assert compressor.nbytes(numel) == -(-numel * compressor.bits // 8) + 4 * blocks
+
+
+def test_size_of_the_others():
+    assert [Identity().nbytes(9), *(c.nbytes(9) for c in DENSE[1:])] == [36, 18, 18]
+    assert RandomBlock(7).nbytes(20) == 4 * 3
+    index_bits = (TopK(0.01).nbytes(10**6) - 4 * 10**4) * 8 / 10**4
+    assert index_bits < 8.6
+
+
+@pytest.mark.parametrize("compressor", ALL, ids=str)
+def test_a_code_of_the_wrong_length_or_type_is_refused(compressor):
+    code = compressor.encode(torch.ones(100))
+    longer = torch.cat([code, code[:1]])
+    for bad in (code[:-1], longer, code.float(), code.repeat(2)[::2]):
+        with pytest.raises(ValueError, match="code"):
+            compressor.decode(bad, 100)
+        with pytest.raises(ValueError, match="code"):
+            compressor.encode(torch.ones(100), out=bad)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_scale_that_cannot_be_is_refused_before_anything_changes(plain, scale, block):
+    for compressor in (Sign(), Log(3), Uniform(8)):
+        x = make("normal", 3000, 0)
+        code = compressor.encode(x)
+        start = compressor.nbytes(block * compressor.block)
+        code[start : start + 4] = torch.tensor([scale]).view(torch.uint8)
+        accumulator = torch.ones(3000)
+        with (
+            plain_torch() if plain else pytest.MonkeyPatch.context(),
+            pytest.raises(ValueError, match=f"block {block}"),
+        ):
+            compressor.decode_add(code, accumulator)
+        assert torch.equal(accumulator, torch.ones(3000))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_indices_that_cannot_be_are_refused(plain):
+    compressor = TopK(0.1)
+    code = compressor.encode(make("normal", 1000, 0))
+    for flipped in (code.numel() - 1, 450, 3):
+        bad = code.clone()
+        bad[flipped - 1 : flipped + 1] = 255  # as the last bytes of a value: a nan
+        with (
+            plain_torch() if plain else pytest.MonkeyPatch.context(),
+            pytest.raises(ValueError, match=r"indices|finite"),
+        ):
+            compressor.decode(bad, 1000)
+
+
+@few
+@given(st.sampled_from([*DENSE, *BLOCKWISE, *SPARSE[:3]]), st.integers(0, 4999), st.booleans())
+def test_nan_and_inf_raise_and_leave_the_residual(compressor: Compressor, index, plain):
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x, residual = make("normal", 5000, 1), make("normal", 5000, 2)
+        x[index] = bad
+        before = residual.clone()
+        with plain_torch() if plain else pytest.MonkeyPatch.context():
+            with pytest.raises(ValueError, match=f"entry {index} of 5000"):
+                compressor.encode(x)
+            with pytest.raises(ValueError, match=f"entry {index} of 5000"):
+                encode_with_feedback(compressor, x, residual)
+        assert same_bits(residual, before)
+
+
+def test_a_sum_that_overflows_raises_too():
+    x = torch.full((3000,), 3e38)
+    for compressor in [*ALL, RandomBlock(4)]:
+        residual = x.clone()
+        with pytest.raises(ValueError, match="inf"):
+            encode_with_feedback(compressor, x, residual)
+        assert torch.equal(residual, x)

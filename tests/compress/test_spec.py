@@ -1,0 +1,63 @@
+"""Compressors as strings and as settings."""
+
+import pickle
+
+import pytest
+from cases import ALL
+
+from laconic.compress import Half, Identity, Log, RandomBlock, Sign, TopK, Uniform, parse, spec
+
+
+@pytest.mark.parametrize(
+    ("text", "compressor"),
+    [
+        ("identity", Identity()),
+        ("half", Half()),
+        ("half:bf16", Half("bf16")),
+        ("sign", Sign()),
+        ("log:3", Log(3)),
+        ("uniform:4", Uniform(4)),
+        ("uniform:8:stochastic", Uniform(8, stochastic=True)),
+        ("uniform:8:stochastic:seed=5", Uniform(8, stochastic=True, seed=5)),
+        ("uniform:8:seed=5", Uniform(8, seed=5)),
+        ("topk:0.01", TopK(0.01)),
+        ("randomblock:1024", RandomBlock(1024)),
+        ("sign:block=64", Sign(64)),
+    ],
+)
+def test_parse_and_spec(text, compressor):
+    assert parse(text) == compressor
+    assert spec(compressor) == str(compressor) == text
+
+
+@pytest.mark.parametrize("compressor", ALL, ids=str)
+def test_settings_survive(compressor):
+    assert parse(spec(compressor)) == compressor
+    assert eval(repr(compressor)) == compressor
+    assert pickle.loads(pickle.dumps(compressor)) == compressor
+    assert hash(compressor) == hash(parse(spec(compressor)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lug:3", "did you mean log"),
+        ("top", "did you mean topk"),
+        ("uniforn:4", "did you mean uniform"),
+        ("zzz", "there are identity, half"),
+        ("log:three", "bits must be a number, not 'three'"),
+        ("log:7", "bits must be from 2 to 6, not 7"),
+        ("uniform:9", "bits must be from 2 to 8, not 9"),
+        ("uniform:8:random", "stochastic"),
+        ("log:3:block=100", "multiple of 64, not 100"),
+        ("log:3:bits=4", "no place for 'bits=4'"),
+        ("identity:3", "no place for '3'"),
+        ("topk:0", "above 0 and at most 1, not 0"),
+        ("topk:1.5", "not 1.5"),
+        ("randomblock:0.5", "at least 1, not 0.5"),
+        ("half:fp8", "fp16 or bf16, not fp8"),
+    ],
+)
+def test_mistakes_are_explained(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
