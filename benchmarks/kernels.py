@@ -1,11 +1,13 @@
 """Speed of the compressors against a plain copy, one thread: `python benchmarks/kernels.py > table.md`.
 
 Every round runs each operation once untimed and once timed, the copy several times among them, so that all ratios come
-from one interleaved run. A time is the least over rounds: others that use the machine can only add to it.
+from one interleaved run. Times are processor time of the one thread, so that waiting for a busy processor does not
+count; a cell is the median over rounds.
 """
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable
 
@@ -75,16 +77,16 @@ def measure(numel: int, rounds: int) -> dict[str, float]:
 
     def run(name: str, operation: Callable[[], object]) -> None:
         operation()
-        start = time.perf_counter()
+        start = time.thread_time()
         operation()
-        seconds[name].append(time.perf_counter() - start)
+        seconds[name].append(time.thread_time() - start)
 
     for _ in range(rounds):
         for place, (name, operation) in enumerate(table.items()):
             if place % COPY_EVERY == 0:
                 run("copy", lambda: target.copy_(x))
             run(name, operation)
-    return {name: min(samples) for name, samples in seconds.items()}
+    return {name: statistics.median(samples) for name, samples in seconds.items()}
 
 
 def show(numel: int, seconds: dict[str, float]) -> None:

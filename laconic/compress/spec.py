@@ -1,6 +1,5 @@
 """Compressors as short strings, for the command line: `log:3`, `uniform:8:stochastic`, `log:4:block=1024`."""
 
-import difflib
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -9,6 +8,7 @@ from laconic.compress.dense import Half, Identity
 from laconic.compress.quantizers import Log, Sign, Uniform
 from laconic.compress.random_block import RandomBlock
 from laconic.compress.topk import TopK
+from laconic.names import look_up
 
 NAMES: dict[str, type[Compressor]] = {
     "identity": Identity,
@@ -24,11 +24,7 @@ NAMES: dict[str, type[Compressor]] = {
 def parse(text: str) -> Compressor:
     """The compressor that `text` names: a name, then settings in order or as setting=value, all separated by colons."""
     name, *arguments = text.strip().split(":")
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(NAMES)}"
-        raise ValueError(f"no compressor is called {name!r}: {hint}")
-    cls = NAMES[name]
+    cls = look_up("compressor", name, NAMES)
     settings = {field.name: field for field in _fields(cls)}
     values: dict[str, Any] = {}
     for place, argument in enumerate(arguments):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from laconic.names import look_up
 from laconic.tasks.cifar10 import Cifar10
 from laconic.tasks.digits import Digits
 from laconic.tasks.fashion import Fashion
-from laconic.tasks.names import near_misses
 from laconic.tasks.quadratic import Quadratic
 from laconic.tasks.shakespeare import Shakespeare
 from laconic.tasks.task import Task
@@ -18,6 +18,4 @@ TASKS: dict[str, type[Task]] = {
 
 def find_task(name: str) -> type[Task]:
     """The class of a task by its name; ValueError that lists the near misses for an unknown one."""
-    if name in TASKS:
-        return TASKS[name]
-    raise ValueError(f"unknown task {name!r}{near_misses(name, TASKS)}")
+    return look_up("task", name, TASKS)

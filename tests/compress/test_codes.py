@@ -2,11 +2,23 @@
 
 import pytest
 import torch
-from cases import ALL, BLOCKWISE, DENSE, SPARSE, blockwise, compressors, few, make, plain_torch, same_bits, vectors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.compress import Compressor, Identity, Log, RandomBlock, Sign, TopK, Uniform, encode_with_feedback
+from tests.compress.cases import (
+    ALL,
+    BLOCKWISE,
+    DENSE,
+    SPARSE,
+    blockwise,
+    compressors,
+    few,
+    make,
+    plain_torch,
+    same_bits,
+    vectors,
+)
 
 
 @few

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import ALL, make, same_bits
 
 from laconic.compress import Log, RandomBlock, encode_with_feedback
+from tests.compress.cases import ALL, make, same_bits
 
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)

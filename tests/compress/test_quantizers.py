@@ -1,11 +1,11 @@
 """The algebra of the quantizers (methods: error bounds, exact points, symmetry, idempotence) and of TopK."""
 
 import torch
-from cases import DENSE, DETERMINISTIC, few, make, vectors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.compress import Half, Log, Sign, TopK, Uniform
+from tests.compress.cases import DENSE, DETERMINISTIC, few, make, vectors
 
 TINY = torch.finfo(torch.float32).tiny
 LEAST = 2.0**-149  # the spacing of denormal numbers

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from cases import make, same_bits
 
 from laconic.compress import RandomBlock, Uniform
 from laconic.compress.random import chances, mix, permuted
+from tests.compress.cases import make, same_bits
 
 
 def test_stochastic_rounding_is_unbiased():

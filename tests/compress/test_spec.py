@@ -3,9 +3,9 @@
 import pickle
 
 import pytest
-from cases import ALL
 
 from laconic.compress import Half, Identity, Log, RandomBlock, Sign, TopK, Uniform, parse, spec
+from tests.compress.cases import ALL
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_settings_survive(compressor):
         ("lug:3", "did you mean log"),
         ("top", "did you mean topk"),
         ("uniforn:4", "did you mean uniform"),
-        ("zzz", "there are identity, half"),
+        ("zzz", "there are: identity, half"),
         ("log:three", "bits must be a number, not 'three'"),
         ("log:7", "bits must be from 2 to 6, not 7"),
         ("uniform:9", "bits must be from 2 to 8, not 9"),

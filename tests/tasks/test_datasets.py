@@ -13,7 +13,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import (
+
+from laconic.tasks import TASKS, Cifar10, DatasetError, Fashion, Shakespeare
+from laconic.tasks.data import images, text
+from laconic.tasks.data.archive import deb_data, decode_png
+from laconic.tasks.data.bpe import UNKNOWN, decode, learn
+from laconic.tasks.data.cache import cache_folder, unpacked
+from laconic.tasks.data.dataset import File, digest
+from tests.tasks.conftest import (
     PAIRS,
     PLAY,
     cifar_batches,
@@ -25,13 +32,6 @@ from conftest import (
     with_digests,
     write,
 )
-
-from laconic.tasks import TASKS, Cifar10, DatasetError, Fashion, Shakespeare
-from laconic.tasks.data import images, text
-from laconic.tasks.data.archive import deb_data, decode_png
-from laconic.tasks.data.bpe import UNKNOWN, decode, learn
-from laconic.tasks.data.cache import cache_folder, unpacked
-from laconic.tasks.data.dataset import File, digest
 
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.dataset])

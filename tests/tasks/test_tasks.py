@@ -319,9 +319,11 @@ def test_quadratic_settings():
 
 def test_find_task():
     assert find_task("digits") is Digits
-    with pytest.raises(ValueError, match="unknown task 'digit'; did you mean digits\\? there are: cifar10, digits"):
+    with pytest.raises(
+        ValueError, match="no task is called 'digit'; did you mean digits\\? there are: digits, quadratic"
+    ):
         find_task("digit")
-    with pytest.raises(ValueError, match="unknown task 'zzz'; there are: cifar10"):
+    with pytest.raises(ValueError, match="no task is called 'zzz'; there are: digits"):
         find_task("zzz")
 
 

@@ -22,7 +22,6 @@ def read_npz(contents: list[bytes]) -> Arrays:
 
 # Fashion-MNIST
 
-DEBIAN = "apt:dataset-fashion-mnist"
 IDX_NAMES = (
     "train-images-idx3-ubyte.gz",
     "train-labels-idx1-ubyte.gz",
@@ -89,10 +88,7 @@ FASHION = Dataset(
             tuple(f"http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/{name}" for name in IDX_NAMES),
             unpack_fashion_idx,
         ),
-        Source(
-            (f"{DEBIAN}/dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb",),
-            unpack_fashion_deb,
-        ),
+        Source(("apt:dataset-fashion-mnist",), unpack_fashion_deb),
     ),
 )
 

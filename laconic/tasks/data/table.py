@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from laconic.names import look_up
 from laconic.tasks.data.dataset import Dataset
 from laconic.tasks.data.fetch import Progress, fetch_dataset
 from laconic.tasks.data.images import CIFAR10, FASHION
 from laconic.tasks.data.text import MULTI30K, SHAKESPEARE
-from laconic.tasks.names import near_misses
 
 DATASETS: dict[str, Dataset] = {dataset.command: dataset for dataset in (CIFAR10, FASHION, SHAKESPEARE, MULTI30K)}
 
 
 def fetch(name: str, progress: Progress | None = None) -> list[Path]:
     """Fetch and verify a dataset; the paths of its files. See `fetch_dataset`."""
-    if name not in DATASETS:
-        raise ValueError(f"unknown dataset {name!r}{near_misses(name, DATASETS)}")
-    return fetch_dataset(DATASETS[name], progress)
+    return fetch_dataset(look_up("dataset", name, DATASETS), progress)
