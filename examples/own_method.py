@@ -1,4 +1,4 @@
-"""A method of one's own: average the parameters, but seldom at first and more often later.
+"""A method of one's own: average the parameters, seldom at first and more often later.
 
 torchrun --nproc-per-node 2 examples/own_method.py
 """
@@ -15,18 +15,18 @@ import laconic
 class Shrinking(laconic.Method):
     """The mean of the parameters after ever fewer steps: each pause is one step shorter than the one before."""
 
-    pause: int = 10  # a setting
-    shorter: int = laconic.state(0)  # state: saved with the worker
+    first: int = 10  # a setting
+    length: int = laconic.state(0)  # state: saved with the worker
     left: int = laconic.state(0)
 
     def setup(self, worker: laconic.Replica) -> None:
-        self.shorter = self.left = self.pause
+        self.length = self.left = self.first
 
     def after_step(self, worker: laconic.Replica) -> None:
         self.left -= 1
         if self.left == 0:
             worker.comm.mean(worker.x, out=worker.x)
-            self.shorter = self.left = max(1, self.shorter - 1)
+            self.length = self.left = max(1, self.length - 1)
 
 
 model = nn.Linear(20, 1)

@@ -10,6 +10,7 @@ from laconic.method import state as state
 from laconic.methods import ADPSGD as ADPSGD
 from laconic.methods import METHODS as METHODS
 from laconic.methods import QSGD as QSGD
+from laconic.methods import A2CiD2 as A2CiD2
 from laconic.methods import AllReduce as AllReduce
 from laconic.methods import Divisible as Divisible
 from laconic.methods import EfficientAdam as EfficientAdam

@@ -53,14 +53,15 @@ def save(worker: Worker, directory: Path, extra: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         note["error"] = f"{type(error).__name__}: {error}"
     files = worker.comm.meet("save()", note)
-    errors = [f"rank {rank}: {note['error']}" for rank, note in enumerate(files) if "error" in note]
+    members = worker.comm.members  # ranks that gossip has dropped are not in the checkpoint: it is one of fewer workers
+    errors = [f"rank {rank}: {note['error']}" for rank, note in zip(members, files, strict=True) if "error" in note]
     if errors:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"cannot save to {directory}: {'; '.join(errors)}")
     manifest = {
         "format": FORMAT,
         "step": worker.step,
-        "workers": worker.size,
+        "workers": len(files),
         "fingerprint": worker.fingerprint,
         "files": files,
     }
@@ -83,7 +84,9 @@ def load(worker: Worker, directory: Path) -> dict[str, Any]:
         problem = str(error)
     problems = worker.comm.meet("load()", problem)
     if any(problems):
-        raise ValueError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        raise ValueError(
+            "; ".join(f"rank {rank}: {text}" for rank, text in zip(worker.comm.members, problems, strict=True) if text)
+        )
     assert content is not None
     _bare(worker.model).load_state_dict(content["model"])
     worker.optimizer.load_state_dict(content["optimizer"])

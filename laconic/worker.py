@@ -55,6 +55,7 @@ class Worker:
         self.generator = torch.Generator().manual_seed(seed)
         self._moment_names: list[str] = []
         self._lent = False
+        self.consensus_distance: float | None = None  # √ of the mean ‖x − x̄‖² over workers, at the last consensus()
         self.method, self._flat, self.fingerprint = self._join(method)
         self._control = self.comm.channel("control")
         self._copy_from_rank_0()
@@ -153,6 +154,8 @@ class Worker:
         self._lent = True
         try:
             self._agree()
+            square = (own[0] - self.x).double().square().sum().reshape(1)
+            self.consensus_distance = self._control.mean(square).sqrt().item()
             yield self.model
         finally:
             with torch.no_grad():
@@ -257,8 +260,9 @@ class Worker:
             return
         self._control.mean(self.x, out=self.x)
         # A rank that does not train has nothing to say about buffers such as running statistics.
-        trained = [rank for rank in range(self.size) if self.method.trains(rank)]
-        weight = self.size / len(trained) if self.rank in trained else 0.0
+        members = self.comm.members
+        trained = [rank for rank in members if self.method.trains(rank)]
+        weight = len(members) / len(trained) if self.rank in trained else 0.0
         buffers = list(self.model.buffers())
         floating = [buffer for buffer in buffers if buffer.is_floating_point()]
         if floating:

@@ -19,9 +19,10 @@ CASES: dict[str, laconic.Method] = {
     "adpsgd": laconic.ADPSGD(initial_period=2, warmup=2, calibration=2),
     "efficient_adam": laconic.EfficientAdam(exact_below=10, moments="averaged", moments_every=4),
     "divisible": laconic.Divisible(ratio=8, period=3, background=None, delay=2),
+    "a2cid2": laconic.A2CiD2(topology="ring", rate=1.0, background=False),
 }
 # Methods that lose nothing: the mean of the models moves by exactly the mean of the own steps.
-LOSSLESS = ["allreduce", "local_sgd", "adpsgd", "divisible"]
+LOSSLESS = ["allreduce", "local_sgd", "adpsgd", "divisible", "a2cid2"]
 
 
 def test_every_method_is_here() -> None:

@@ -8,7 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
+from laconic.topology import Topology
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -36,6 +38,12 @@ class Comm(ABC):
     rank: int
     size: int
     meter: Meter
+
+    @property
+    @abstractmethod
+    def members(self) -> list[int]:
+        """The ranks that are still in it, as of the last meeting: all of them, unless gossip has dropped some. Verbs
+        are then between members, and what they return has one entry a member."""
 
     @abstractmethod
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -73,6 +81,10 @@ class Comm(ABC):
         """Send x to one peer that does the same; what it sent."""
 
     @abstractmethod
+    def gossip(self, topology: Topology, talk: Talk) -> Gossip:
+        """Exchanges beside the training, with one neighbour at a time as both are free. All ranks start it, once."""
+
+    @abstractmethod
     def channel(self, name: str = "background") -> Comm:
         """An independent path: its messages neither wait for those of other channels nor mix with them.
 
@@ -84,7 +96,7 @@ class Comm(ABC):
         """All ranks come to the same meeting and read each other's notes (anything JSON can say), by rank.
 
         For rare moments, where workers may have gone different ways: a rank that waits elsewhere, or came to another
-        meeting, makes this raise on every rank instead of hanging.
+        meeting, makes this raise on every rank instead of hanging. With gossip, a rank that is gone is left out.
         """
 
     @abstractmethod

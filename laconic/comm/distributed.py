@@ -5,6 +5,7 @@ The paths for GPUs are untested.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,10 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.comm.background import BackgroundGossip
 from laconic.comm.comm import Comm, PeerError, Pending, check_lengths, ring_mean_nbytes
 from laconic.comm.finite import is_finite
+from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
+from laconic.comm.pairing import Pairing
 from laconic.comm.register import SLICE, Register
+from laconic.topology import Topology
 
 T = TypeVar("T")
 
@@ -31,8 +36,26 @@ class DistributedComm(Comm):
         self._name, self._register, self._backend = name, register, backend
         # A rank that does not come is named by the meeting; new_group alone would only say that a key is missing.
         register.meet(f"the opening of the {name} channel", meter.step, None)
-        self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
+        self._whole = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
+        self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
+
+    @property
+    def members(self) -> list[int]:
+        return self._register.members
+
+    @property
+    def _group(self) -> Any:
+        """A group with a rank that is gone is of no use: the first verb after a meeting without it makes another."""
+        if self._group_members != self.members:
+            self._members_group = dist.new_group(
+                self.members,
+                backend=self._backend,
+                timeout=timedelta(seconds=self._register.timeout),
+                use_local_synchronization=True,
+            )
+            self._group_members = self.members
+        return self._members_group
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         # Out of place the input is still there to look at afterwards; in place it must be looked at now.
@@ -50,7 +73,7 @@ class DistributedComm(Comm):
 
         return self._send(
             verb,
-            ring_mean_nbytes(_nbytes(x), self.size),
+            ring_mean_nbytes(_nbytes(x), len(self.members)),
             lambda: dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._group, async_op=True),
             finish,
         )
@@ -64,12 +87,13 @@ class DistributedComm(Comm):
         return self._all_to_all("all_to_all_async", chunks, lengths)
 
     def _all_to_all(self, verb: str, chunks: Sequence[Tensor], lengths: Sequence[int] | None) -> Pending[list[Tensor]]:
-        output_splits = check_lengths(chunks, lengths, self.rank, self.size)
+        place = self.members.index(self.rank)
+        output_splits = check_lengths(chunks, lengths, place, len(self.members))
         sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
         received = sent.new_empty(sum(output_splits))
         return self._send(
             verb,
-            _nbytes(sent) - _nbytes(chunks[self.rank]),
+            _nbytes(sent) - _nbytes(chunks[place]),
             lambda: dist.all_to_all_single(
                 received,
                 sent,
@@ -88,10 +112,10 @@ class DistributedComm(Comm):
         return self._all_gather("all_gather_async", _copy(x, None))
 
     def _all_gather(self, verb: str, x: Tensor) -> Pending[list[Tensor]]:
-        results = [torch.empty_like(x) for _ in range(self.size)]
+        results = [torch.empty_like(x) for _ in self.members]
         return self._send(
             verb,
-            (self.size - 1) * _nbytes(x),
+            (len(self.members) - 1) * _nbytes(x),
             lambda: dist.all_gather(results, x, group=self._group, async_op=True),
             lambda: results,
         )
@@ -99,9 +123,11 @@ class DistributedComm(Comm):
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
         self._check_rank("root", root)
         result = _copy(x, out)
+        size = len(self.members)
+        place = (self.members.index(self.rank) - self.members.index(root)) % size
         return self._send(
             "broadcast",
-            _tree_children((self.rank - root) % self.size, self.size) * _nbytes(x),
+            _tree_children(place, size) * _nbytes(x),
             lambda: dist.broadcast(result, src=root, group=self._group, async_op=True),
             lambda: result,
         ).wait()
@@ -115,9 +141,18 @@ class DistributedComm(Comm):
         verb = f"exchange with rank {peer}"
         arriving = self._start("exchange", 0, lambda: dist.irecv(received, src=peer, group=self._group), verb)
         leaving = self._start("exchange", _nbytes(x), lambda: dist.isend(sent, dst=peer, group=self._group), verb)
-        self._wait("exchange", arriving, verb)
-        self._wait("exchange", leaving, verb)
+        self._wait("exchange", Delivery([arriving, leaving]), verb)
         return received
+
+    def gossip(self, topology: Topology, talk: Talk) -> Gossip:
+        if topology.nodes != tuple(range(self.size)):
+            raise ValueError(f"the topology must be of the {self.size} workers there are, not of {topology.nodes}")
+        if self._register.board is not None:
+            raise RuntimeError("gossip must be started once")
+        store = self._register.store
+        gossip = BackgroundGossip(store, topology, self.rank, talk, self.meter, self._register.timeout)
+        self._register.board = Pairing(store, topology, self.rank)
+        return gossip
 
     def channel(self, name: str = "background") -> Comm:
         # NCCL from two threads deadlocks, so whatever runs beside the training goes over gloo.
@@ -140,7 +175,8 @@ class DistributedComm(Comm):
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-        dist.destroy_process_group(self._group)
+        for group in {self._whole, self._members_group}:
+            dist.destroy_process_group(group)
 
     def _send(self, verb: str, nbytes: int, launch: Callable[[], Any], finish: Callable[[], T]) -> OnItsWay[T]:
         return OnItsWay(self, verb, self._start(verb, nbytes, launch), launch, finish)
@@ -154,7 +190,7 @@ class DistributedComm(Comm):
         assert isinstance(work, dist.Work)
         return work
 
-    def _wait(self, verb: str, work: dist.Work, doing: str = "") -> None:
+    def _wait(self, verb: str, work: dist.Work | Delivery, doing: str = "") -> None:
         """Wait in slices, and between them look whether waiting makes sense."""
         doing = f"{doing or verb} at step {self.meter.step}"
         start = time.monotonic()
@@ -163,7 +199,7 @@ class DistributedComm(Comm):
                 try:
                     work.wait(timedelta(seconds=SLICE))
                     return
-                except RuntimeError as error:
+                except (RuntimeError, TimeoutError) as error:
                     over = time.monotonic() - start > self._register.timeout
                     if work.is_completed():
                         raise self._register.roll_call(doing, _first_line(error)) from error
@@ -178,13 +214,43 @@ class DistributedComm(Comm):
         if is_finite(result):
             return
         finite = self.meet("a mean that is not finite", finite_here())
-        culprits = [rank for rank, is_fine in enumerate(finite) if not is_fine]
+        culprits = [rank for rank, is_fine in zip(self.members, finite, strict=True) if not is_fine]
         where = f"on rank {', '.join(map(str, culprits))}" if culprits else "in the sum, though finite on every rank"
         raise FloatingPointError(f"mean at step {self.meter.step}: NaN or infinity {where}")
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ValueError(f"{name} must be a rank from 0 to {self.size - 1}, not {rank}")
+        if rank not in self.members:
+            raise ValueError(f"{name} must be a rank that is still in it ({self.members}), not {rank}")
+
+
+class Delivery:
+    """Messages between two ranks. A wait for one that times out breaks all connections of its gloo group, so a thread
+    waits to the end, and who waits for a slice of time waits for the thread."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+        self._done = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, name="laconic-delivery", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._done.wait(timeout.total_seconds()):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
 
 
 class OnItsWay(Pending[T]):

@@ -16,6 +16,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from laconic.comm.comm import PeerError
+from laconic.comm.pairing import Dropped, Pairing
 
 SLICE = 1.0  # seconds between two looks at the store, while waiting
 GRACE = 3.0  # seconds that the others have to answer a roll call
@@ -32,7 +33,14 @@ class Register:
         number = store.add(f"laconic/{rank}", 1)
         self._store = PrefixStore(f"laconic/{number}", store)
         self.rank, self.size, self.timeout = rank, size, timeout
+        self.members = list(range(size))  # as of the last meeting
+        self.board: Pairing | None = None  # with gossip: who has been dropped is written there, and the rest go on
         self._meetings = 0
+
+    @property
+    def store(self) -> Store:
+        """The part of the job's store that belongs to this worker."""
+        return self._store
 
     def meet(self, what: str, step: int, note: Any) -> list[Any]:
         self._meetings += 1
@@ -41,27 +49,47 @@ class Register:
             self._store.delete_key(f"meet/{number - 2}/{self.rank}")
         self._store.set(f"meet/{number}/open", json.dumps([self.rank, what, step]))
         self._store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note]))
-        keys = [f"meet/{number}/{rank}" for rank in range(self.size)]
-        self._wait_for(keys, what, step)
-        signed = [json.loads(self._store.get(key)) for key in keys]
+        self._wait_for_members(number, what, step)
+        signed = [json.loads(self._store.get(f"meet/{number}/{rank}")) for rank in self.members]
         if any(other[0] != what for other in signed):
-            places = "; ".join(f"rank {rank}: {w} (step {s})" for rank, (w, s, _) in enumerate(signed))
+            places = "; ".join(
+                f"rank {rank}: {w} (step {s})" for rank, (w, s, _) in zip(self.members, signed, strict=True)
+            )
             raise PeerError(f"the ranks are at different places, all must come to the same: {places}")
         return [note for _, _, note in signed]
 
-    def _wait_for(self, keys: list[str], what: str, step: int) -> None:
+    def _wait_for_members(self, number: int, what: str, step: int) -> None:
         deadline = time.monotonic() + self.timeout
+        life = Life(self._store)
         while True:
+            expected = [rank for rank in self.members if self.board is None or rank not in self.board.gone]
+            keys = [f"meet/{number}/{rank}" for rank in expected]
             try:
                 self._store.wait(keys, timedelta(seconds=min(SLICE, self.timeout)))
-                return
+                break
             except RuntimeError as cause:  # torch's own error for "not there yet"
                 self.look_for_failure(f"{what} at step {step}")
-                if time.monotonic() > deadline:
-                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                missing = [rank for rank, key in zip(expected, keys, strict=True) if not self._store.check([key])]
+                if self.board is not None:
+                    # In gossip a slow worker may take its time, as long as it lives. Twice the time-out, since its
+                    # background may itself be waiting for one that does not answer.
+                    for rank in life.silent(missing, 2 * self.timeout):
+                        self.board.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
+                    self.board.look()
+                elif time.monotonic() > deadline:
                     raise PeerError(
                         f"rank {self.rank}: {what} at step {step} waited {self.timeout:g} s for {ranks(missing)}"
                     ) from cause
+        if self.board is not None:
+            self._agree_on_members(f"meet/{number}/members", expected)
+
+    def _agree_on_members(self, key: str, expected: list[int]) -> None:
+        """Who is dropped meanwhile is seen by some and not by others: the first to be done decides for all."""
+        assert self.board is not None
+        self.members = json.loads(self._store.compare_set(key, "", json.dumps(expected)))
+        if self.rank not in self.members:
+            why = self.board.look().get(self.rank, "it came too late to a meeting")
+            raise Dropped(f"rank {self.rank} was dropped, the others go on without it: {why}")
 
     def look_for_failure(self, doing: str) -> None:
         """Raise if some rank has failed."""
@@ -87,8 +115,11 @@ class Register:
             )
 
     def fail(self, text: str) -> None:
-        """The first to fail is the one that everybody names."""
+        """The first to fail is the one that everybody names; with gossip, it is dropped and the others go on."""
         try:
+            if self.board is not None:
+                self.board.drop(self.rank, text)
+                return
             self._store.compare_set("failed", "", text)
             self._store.set(f"alive/{self.rank}", "")
         except DistNetworkError:
@@ -119,6 +150,27 @@ class Register:
                 raise
             except RuntimeError:
                 continue  # the roll call names it
+
+
+class Life:
+    """Watches the heartbeats that workers with gossip put in the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: dict[int, tuple[int, float]] = {}  # the last heartbeat, and when it was new
+
+    def silent(self, suspects: list[int], seconds: float) -> list[int]:
+        """Which of them have given no new heartbeat for so long, while being watched."""
+        now = time.monotonic()
+        for rank in suspects:
+            beat = self._store.add(beat_key(rank), 0)
+            if rank not in self._seen or self._seen[rank][0] != beat:
+                self._seen[rank] = beat, now
+        return [rank for rank in suspects if now - self._seen[rank][1] > seconds]
+
+
+def beat_key(rank: int) -> str:
+    return f"gossip/beat/{rank}"
 
 
 def ranks(numbers: list[int]) -> str:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from laconic.comm.comm import Comm, Pending, check_lengths
 from laconic.comm.finite import is_finite
+from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
+from laconic.topology import Topology
 
 T = TypeVar("T")
 
@@ -29,6 +31,10 @@ class Solo(Comm):
 
     def __init__(self) -> None:
         self.meter = Meter()
+
+    @property
+    def members(self) -> list[int]:
+        return [0]
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         if not is_finite(x):
@@ -60,6 +66,9 @@ class Solo(Comm):
 
     def exchange(self, x: Tensor, peer: int) -> Tensor:
         raise ValueError(f"peer must be another rank, and there is none in a world of one, not {peer}")
+
+    def gossip(self, topology: Topology, talk: Talk) -> Gossip:
+        raise ValueError("gossip needs another worker, and there is none in a world of one")
 
     def channel(self, name: str = "background") -> Comm:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from laconic.method import Method
+from laconic.methods.a2cid2 import A2CiD2 as A2CiD2
 from laconic.methods.adpsgd import ADPSGD as ADPSGD
 from laconic.methods.allreduce import AllReduce as AllReduce
 from laconic.methods.divisible import Divisible as Divisible
@@ -18,6 +19,7 @@ METHODS: dict[str, type[Method]] = {
     "adpsgd": ADPSGD,
     "efficient_adam": EfficientAdam,
     "divisible": Divisible,
+    "a2cid2": A2CiD2,
 }
 
 

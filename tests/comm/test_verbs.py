@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -195,3 +196,15 @@ def test_meetings_bring_notes_and_forget_old_ones() -> None:
         return notes
 
     assert laconic.spawn(run, 3) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+
+
+def test_an_exchange_with_a_peer_that_comes_late() -> None:
+    """Waiting is cut in slices of a second, and gloo breaks a connection on which a wait times out."""
+
+    def run() -> float:
+        model = torch.nn.Linear(3, 1)
+        with laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), laconic.LocalSGD(1)) as worker:
+            time.sleep(1.5 * worker.rank)
+            return worker.comm.exchange(torch.tensor([float(worker.rank)]), 1 - worker.rank).item()
+
+    assert laconic.spawn(run, 2) == [1.0, 0.0]

@@ -1,0 +1,256 @@
+"""A2CiD2: gossip with one neighbour at a time that never stops the training, accelerated by a continuous momentum.
+
+Nabli, Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning", NeurIPS
+2023, arXiv 2306.08289.
+
+    dx = η(x̃ − x)dt − γg dN − ½ Σ_j (x − x_j) dM_j        dx̃ = η(x − x̃)dt − γg dN − α̃ Σ_j (x − x_j) dM_j
+
+Kept here is δ = x̃ − x instead of x̃: the own steps leave it alone, and mixing over a time Δ is x += cδ, δ *= 1 − 2c.
+Clocks are counted in ∫η dt, so the ends of an exchange need not have the same η, only the same moment and the same α̃.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from laconic.comm import Comm, Dialogue, Gossip
+from laconic.comm.finite import is_finite
+from laconic.method import Method, Replica, check_count, state
+from laconic.topology import TOPOLOGIES, Topology, named
+
+MEMORY = 100  # steps over which "auto" measures its rate
+
+
+def mixing(elapsed: float) -> tuple[float, float]:
+    """c and 1 − 2c: over this time on the mixing clock x moves by cδ, and δ shrinks to (1 − 2c)δ."""
+    return -math.expm1(-2 * elapsed) / 2, math.exp(-2 * elapsed)
+
+
+@dataclass
+class A2CiD2(Method):
+    """Pairwise averaging along the edges of a graph, beside the training.
+
+    Args:
+        topology: ring, exponential, complete, torus, or a `laconic.topology.Topology` of the workers.
+        rate: exchanges per gradient step and worker. `"auto"`: as many as the link allows, at most one; the momentum
+            follows the measured rate. A worker answers whenever it is asked, so a slow one may make more a step.
+        momentum: without it, this is plain asynchronous gossip.
+        background: False makes the exchanges between the steps, along a random matching that all workers share:
+            deterministic, and everyone waits for everyone.
+        slack: steps that the training may be ahead of `rate` before it waits for exchanges; `"auto"` never waits.
+
+    Bytes an exchange and worker: 4d + 24.
+    """
+
+    paper: ClassVar[str] = "arXiv 2306.08289"
+
+    topology: str | Topology = "ring"
+    rate: float | Literal["auto"] = "auto"
+    momentum: bool = True
+    background: bool = True
+    slack: int = 8
+
+    delta: Tensor = state()  # x̃ − x (d)
+    correction: Tensor = state()  # (d) what exchanges and mixing have added to x since the last step boundary
+    clock: float = state(0.0)  # this worker's time, ∫η dt; it never falls behind that of a peer it has met
+    mixed: float = state(0.0)  # x and δ are mixed up to here
+    pace: float = state(1.0)  # exchanges a step, as measured here and averaged with the peers
+    sought: int = state(0)  # exchanges that should have been made by now
+    credit: float = state(0.0)  # the same for matchings: exchanges a worker that are still to be made
+    exchanges: int = state(0)  # made so far by this worker
+
+    partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # the same, by peer
+    _start: Tensor = field(init=False, repr=False, compare=False)  # (d) x at the last step boundary
+    _sent: Tensor = field(init=False, repr=False, compare=False)  # (d)
+    _x: Tensor = field(init=False, repr=False, compare=False)
+    _rank: int = field(init=False, repr=False, compare=False)
+    _graph: Topology = field(init=False, repr=False, compare=False)
+    _gossip: Gossip | None = field(init=False, repr=False, compare=False, default=None)
+    _before: int = field(init=False, repr=False, compare=False, default=0)  # exchanges made before this gossip's first
+    _agreeing: bool = field(init=False, repr=False, compare=False, default=False)
+    _corrected: bool = field(init=False, repr=False, compare=False, default=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.topology, str):
+            if self.topology not in TOPOLOGIES:
+                named(self.topology, 1)  # raises with the near misses
+        elif not isinstance(self.topology, Topology):
+            raise ValueError(f"topology must be a name or a laconic.topology.Topology, not {self.topology!r}")
+        if self.rate != "auto" and not (isinstance(self.rate, (int, float)) and 0 < self.rate < math.inf):
+            raise ValueError(f'rate must be "auto" or more than 0 exchanges a step, not {self.rate!r}')
+        for name in ("momentum", "background"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        check_count("slack", self.slack)
+
+    def setup(self, worker: Replica) -> None:
+        size = worker.comm.size
+        self._graph = named(self.topology, size) if isinstance(self.topology, str) else self.topology
+        if self._graph.nodes != tuple(range(size)):
+            raise ValueError(f"topology must be of the {size} workers there are, not of {self._graph.size}")
+        self._x, self._rank = worker.x, worker.comm.rank
+        self._start, self._sent = worker.x.clone(), torch.empty_like(worker.x)
+        self.delta = torch.zeros_like(worker.x)
+        self.correction = torch.zeros_like(worker.x)
+        if self.background and size > 1:
+            self._gossip = worker.comm.gossip(self._graph, self.exchange)
+
+    def after_step(self, worker: Replica) -> None:
+        if worker.comm.size == 1:
+            return
+        if self._gossip is None:
+            self._cross_boundary()
+            for pair in self._matchings(worker.generator):
+                if worker.comm.rank in pair:
+                    converse(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank)
+                    self._settle(self.mixed)
+            return
+        with self._gossip:
+            self._graph = self._gossip.topology
+            self._cross_boundary()
+        self._seek(self._gossip, worker)
+
+    def drain(self, worker: Replica) -> None:
+        if self._gossip is None:
+            return
+        self._gossip.close()
+        # At a common time the mean of x is the mean of x₀ and of all own steps, exactly.
+        self._settle(max(worker.comm.meet("the end of gossip", self.clock)))
+
+    def metrics(self) -> dict[str, float]:
+        with_whom = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}
+        return {"exchanges": float(self.exchanges), "exchanges_per_step": self.pace, **with_whom}
+
+    # The paper's three rules. Whatever changes x in the background is collected in `correction`.
+
+    def exchange(self, peer: int) -> Dialogue:
+        """Both ends agree on a moment, mix to it, send their x, and move by gaps that are exactly opposite."""
+        mine = torch.tensor([self.clock, self._alpha_tilde(), self._rate_now()], dtype=torch.float64)
+        self._agreeing = True  # the own clock may go on, but x must not be mixed beyond the moment agreed on
+        try:
+            theirs = yield mine
+        finally:
+            self._agreeing = False
+        now = max(mine[0].item(), theirs[0].item())
+        alpha_tilde = (mine[1].item() + theirs[1].item()) / 2
+        self.clock = max(self.clock, now)
+        c, shrinking = mixing(now - self.mixed)
+        self.correction.add_(self.delta, alpha=c)
+        self.delta.mul_(shrinking)
+        self.mixed, self._corrected = now, True
+        sent = torch.add(self._start, self.correction, out=self._sent)
+        if not is_finite(sent):
+            raise FloatingPointError(
+                f"rank {self._rank}: the parameters hold NaN or infinity, so the gossip of this worker has ended"
+            )
+
+        received = yield sent
+
+        gap = sent.sub_(received)
+        # The own steps since then have left δ alone; where x and δ have been mixed further, so is the jump.
+        c, shrinking = mixing(self.mixed - now)
+        self.correction.sub_(gap, alpha=0.5 + c * (alpha_tilde - 0.5))
+        self.delta.sub_(gap, alpha=shrinking * (alpha_tilde - 0.5))
+        self._corrected = True
+        self.pace += (theirs[2].item() - mine[2].item()) / 2 + 1 / MEMORY
+        self.exchanges += 1
+        self.partners[peer] += 1
+
+    def _cross_boundary(self) -> None:
+        """A gradient step has been made: time goes on by one, and x takes up what came in."""
+        self.clock += self._eta()
+        self.pace *= 1 - 1 / MEMORY
+        self._settle(self.mixed if self._agreeing else self.clock)
+
+    def _settle(self, now: float) -> None:
+        """Between steps: x takes up what came in, is mixed to `now`, and is what exchanges start from."""
+        if self._corrected:
+            self._x.add_(self.correction)
+            self.correction.zero_()
+            self._corrected = False
+        if now > self.mixed:
+            c, shrinking = mixing(now - self.mixed)
+            self._x.add_(self.delta, alpha=c)
+            self.delta.mul_(shrinking)
+            self.mixed = now
+        self._start.copy_(self._x)
+
+    # The graph's constants at the rate of now. η is proportional to the rate, α̃ does not depend on it.
+
+    def _eta(self) -> float:
+        if not self.momentum or self._graph.size == 1:
+            return 0.0
+        return self._graph.constants(self._rate_now()).eta
+
+    def _alpha_tilde(self) -> float:
+        return self._graph.constants().alpha_tilde if self.momentum else 0.5
+
+    def _rate_now(self) -> float:
+        return max(self.pace, 1e-6) if self.rate == "auto" else self.rate
+
+    # When to exchange.
+
+    def _seek(self, gossip: Gossip, worker: Replica) -> None:
+        if self.rate == "auto":
+            # What could not be made in this step is not made up for later; one is, so that a need becomes urgent.
+            patience = 2
+            self.sought = min(self.sought + 1, self.exchanges + patience)
+        else:
+            patience = max(2, math.ceil(self.rate * self.slack / 2))
+            while self._due(worker.comm.rank, self.sought) <= worker.step:
+                self.sought += 1
+        gossip.seek(self.sought - self._before, urgently=self.sought - self._before - patience + 1)
+        if self.rate != "auto":
+            gossip.wait(math.floor(self.rate * (worker.step - self.slack)) - self._before)
+
+    def _due(self, rank: int, k: int) -> float:
+        """The step at which this rank's k-th exchange falls due: at random in the k-th interval of length 1/rate."""
+        assert self.rate != "auto"
+        return (k + random.Random((rank << 40) + k).random()) / self.rate
+
+    def _matchings(self, generator: torch.Generator) -> list[tuple[int, int]]:
+        """The pairs that exchange after this step, the same on all ranks: whole random matchings, as the rate asks."""
+        pairs: list[tuple[int, int]] = []
+        self.credit += 1.0 if self.rate == "auto" else self.rate
+        while self.credit > 0:
+            taken: set[int] = set()
+            for index in torch.randperm(len(self._graph.edges), generator=generator).tolist():
+                pair = self._graph.edges[index]
+                if taken.isdisjoint(pair):
+                    taken.update(pair)
+                    pairs.append(pair)
+            self.credit -= len(taken) / self._graph.size
+        return pairs
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._gossip is not None:
+            # Until the next step: no exchange may be in one rank's checkpoint and not in its peer's.
+            self._gossip.pause()
+        return super().state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if self._gossip is not None:
+            self._gossip.pause()
+        super().load_state_dict(saved)
+        self._start.copy_(self._x)
+        self._corrected = True
+        self._before = self.exchanges - (self._gossip.exchanges if self._gossip is not None else 0)
+
+
+def converse(comm: Comm, talk: Any, peer: int) -> None:
+    """Hold a dialogue now, in the foreground."""
+    dialogue: Dialogue = talk(peer)
+    sent = next(dialogue)
+    while True:
+        received = comm.exchange(sent, peer)
+        try:
+            sent = dialogue.send(received)
+        except StopIteration:
+            return

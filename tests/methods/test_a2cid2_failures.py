@@ -1,0 +1,158 @@
+"""A worker that is killed, stopped or cut off is dropped by name, and the rest go on to an agreed model."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+import laconic
+from laconic import topology
+from laconic.launch import PRELOAD, _environment
+
+STEPS = 60
+
+
+def outcomes(run: Callable[[], Any], workers: int) -> list[Any]:
+    """What each process returned, or None if it was killed. Unlike `spawn`, the others are left alone then."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    processes, pipes = [], []
+    for rank in range(workers):
+        ours, theirs = context.Pipe()
+        job = cloudpickle.dumps((run, _environment(rank, workers, store, None)))
+        process = context.Process(target=report, args=(theirs, job))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    results = []
+    for pipe, process in zip(pipes, processes, strict=True):
+        try:
+            results.append(cloudpickle.loads(pipe.recv_bytes()))
+        except (EOFError, ConnectionResetError):
+            results.append(None)
+        process.join()
+    return results
+
+
+def report(pipe: Connection, job: bytes) -> None:
+    run, environment = cloudpickle.loads(job)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    pipe.send_bytes(cloudpickle.dumps(run()))
+
+
+def live(
+    accident: Callable[[laconic.Worker], None],
+    graph: topology.Topology | str,
+    timeout: float,
+    directory: Path | None = None,
+) -> dict[str, Any]:
+    """Train until all is over; the accident happens at step 10, and nobody leaves before it has been noticed."""
+    model = nn.Sequential(nn.Linear(20, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    told: dict[str, Any] = {"error": "", "distance": None}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            method = laconic.A2CiD2(graph, rate=0.5, slack=4)
+            with laconic.Worker(model, optimizer, method, timeout=timeout) as worker:
+                for step in range(STEPS):
+                    time.sleep(0.005)
+                    model(torch.randn(8, 20)).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if step == 10:
+                        accident(worker)
+                with worker.consensus():
+                    told["members"] = worker.comm.members
+                if directory is not None:
+                    worker.save(directory)
+                    told["x_saved"] = worker.x.clone()
+        except laconic.PeerError as error:
+            told["error"] = str(error)
+    told |= {"x": worker.x.clone(), "bn": model[1].running_mean.clone(), "nodes": worker.method._graph.nodes}
+    told["warnings"] = [str(warning.message) for warning in caught]
+    return told
+
+
+def check_survivors(results: list[Any], survivors: list[int], lost: int) -> None:
+    first: Tensor = results[survivors[0]]["x"]
+    for rank in survivors:
+        result = results[rank]
+        assert result["error"] == ""
+        assert torch.equal(result["x"], first)
+        assert torch.equal(result["bn"], results[survivors[0]]["bn"])
+        assert torch.isfinite(first).all()
+        assert result["members"] == survivors
+        assert result["nodes"] == tuple(survivors)
+        named = [text for text in result["warnings"] if text.startswith(f"rank {lost} was dropped, the others go on")]
+        assert len(named) == 1
+
+
+def test_one_of_four_is_killed() -> None:
+    def accident(worker: laconic.Worker) -> None:
+        if worker.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    results = outcomes(lambda: live(accident, topology.ring(4), timeout=5), 4)
+    assert results[2] is None
+    check_survivors(results, [0, 1, 3], lost=2)
+
+
+def test_one_of_three_is_stopped_for_longer_than_the_time_out() -> None:
+    def accident(worker: laconic.Worker) -> None:
+        if worker.rank == 0:
+            subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    results = outcomes(lambda: live(accident, topology.ring(3), timeout=2), 3)
+    check_survivors(results, [1, 2], lost=0)
+    assert results[0]["error"].startswith("rank 0 was dropped, the others go on without it: no ")
+
+
+def test_an_exception_on_one_of_three_and_a_checkpoint_of_the_others(tmp_path: Path) -> None:
+    def accident(worker: laconic.Worker) -> None:
+        if worker.rank == 1:
+            raise laconic.PeerError("no such image")
+
+    def resume() -> Tensor:
+        model = nn.Sequential(nn.Linear(20, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with laconic.Worker(model, optimizer, laconic.A2CiD2("ring", rate=0.5, slack=4)) as worker:
+            worker.load(tmp_path)
+            assert worker.step == STEPS
+            return worker.x.clone()
+
+    results = outcomes(lambda: live(accident, "ring", timeout=30, directory=tmp_path), 3)
+    check_survivors(results, [0, 2], lost=1)
+    for x, survivor in zip(laconic.spawn(resume, 2), (0, 2), strict=True):
+        assert torch.equal(x, results[survivor]["x_saved"])
+    assert results[1]["error"] == "no such image"
+    assert any("no such image" in text for text in results[0]["warnings"])
+
+
+def test_a_graph_that_falls_apart_raises_on_the_smaller_side() -> None:
+    def accident(worker: laconic.Worker) -> None:
+        if worker.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    path = topology.from_edges([(0, 1), (1, 2), (2, 3)])
+    results = outcomes(lambda: live(accident, path, timeout=5), 4)
+    check_survivors(results, [2, 3], lost=1)
+    assert "without rank 1" in results[0]["error"]
+    assert "the graph falls apart, and the workers [0] have no way to [2, 3], which go on" in results[0]["error"]
+    assert any(text.startswith("rank 0 was dropped") for text in results[3]["warnings"])
