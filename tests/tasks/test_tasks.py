@@ -319,9 +319,7 @@ def test_quadratic_settings():
 
 def test_find_task():
     assert find_task("digits") is Digits
-    with pytest.raises(
-        ValueError, match="no task is called 'digit'; did you mean digits\\? there are: digits, q"
-    ):
+    with pytest.raises(ValueError, match="no task is called 'digit'; did you mean digits\\? there are: digits, q"):
         find_task("digit")
     with pytest.raises(ValueError, match="no task is called 'zzz'; there are: digits"):
         find_task("zzz")
