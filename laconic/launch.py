@@ -55,19 +55,26 @@ class _Failure:
     is_consequence: bool
 
 
-def spawn(fn: Callable[..., Any], workers: int, *args: Any, hosts: Sequence[Host] | None = None) -> list[Any]:
+def spawn(
+    fn: Callable[..., Any],
+    workers: int,
+    *args: Any,
+    hosts: Sequence[Host] | None = None,
+    preload: Sequence[str] = (),
+) -> list[Any]:
     """Run `fn(*args)` in `workers` processes that see each other as torchrun's do; their results by rank.
 
     A worker that raises or is killed ends the run at once: the others are stopped, and `WorkerFailed` has its
     traceback or signal. No process is left behind, also when this one is interrupted or killed. Functions may be
-    lambdas or come from a notebook. In a script, call it under `if __name__ == "__main__":`.
+    lambdas or come from a notebook. In a script, call it under `if __name__ == "__main__":`. What the first call in
+    this process names in `preload` (modules) is imported once for all workers, also those of later calls.
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers must be a whole number, at least 1, not {workers!r}")
     if hosts is not None and len(hosts) != workers:
         raise ValueError(f"there must be one host for each of {workers} workers, not {len(hosts)}")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *preload])
     job = cloudpickle.dumps((fn, args))
     # On loopback the store lives here, so that it outlives every worker. Emulated hosts cannot reach this process:
     # there the store lives in rank 0.

@@ -29,6 +29,7 @@ from laconic.launch import WorkerFailed, spawn
 from laconic.tasks import Task
 
 Snapshot = list[Tensor]
+PRELOAD = ["laconic.compress.loaded", "laconic.bench.run"]
 STEADY_AFTER = 3  # steps that open connections and fill caches, left out of the seconds of an average step
 
 
@@ -73,11 +74,12 @@ def run(asked: Asked, plan: Plan, progress: Path | None = None) -> Record:
     record = _describe(asked, plan)
     with tempfile.TemporaryDirectory(prefix="laconic-") as folder:
         try:
+            job = (_work, plan.workers, asked, plan, Path(folder), progress)
             if plan.link == "none":
-                told = spawn(_work, plan.workers, asked, plan, Path(folder), progress)
+                told = spawn(*job, preload=PRELOAD)
             else:
                 with Network(parse_links(plan.link, plan.workers)) as network:
-                    told = spawn(_work, plan.workers, asked, plan, Path(folder), progress, hosts=network.hosts)
+                    told = spawn(*job, hosts=network.hosts, preload=PRELOAD)
         except WorkerFailed as failure:
             record.status, record.reason = "failed", str(failure)
             return record

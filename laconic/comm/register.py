@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -64,22 +63,20 @@ class Register:
         while True:
             expected = [rank for rank in self.members if self.board is None or rank not in self.board.gone]
             keys = [f"meet/{number}/{rank}" for rank in expected]
-            try:
-                self._store.wait(keys, timedelta(seconds=min(SLICE, self.timeout)))
+            if self._appear(keys, min(SLICE, self.timeout)):
                 break
-            except RuntimeError as cause:  # torch's own error for "not there yet"
-                self.look_for_failure(f"{what} at step {step}")
-                missing = [rank for rank, key in zip(expected, keys, strict=True) if not self._store.check([key])]
-                if self.board is not None:
-                    # In gossip a slow worker may take its time, as long as it lives. Twice the time-out, since its
-                    # background may itself be waiting for one that does not answer.
-                    for rank in life.silent(missing, 2 * self.timeout):
-                        self.board.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
-                    self.board.look()
-                elif time.monotonic() > deadline:
-                    raise PeerError(
-                        f"rank {self.rank}: {what} at step {step} waited {self.timeout:g} s for {ranks(missing)}"
-                    ) from cause
+            self.look_for_failure(f"{what} at step {step}")
+            missing = [rank for rank, key in zip(expected, keys, strict=True) if not self._store.check([key])]
+            if self.board is not None:
+                # In gossip a slow worker may take its time, as long as it lives. Twice the time-out, since its
+                # background may itself be waiting for one that does not answer.
+                for rank in life.silent(missing, 2 * self.timeout):
+                    self.board.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
+                self.board.look()
+            elif time.monotonic() > deadline:
+                raise PeerError(
+                    f"rank {self.rank}: {what} at step {step} waited {self.timeout:g} s for {ranks(missing)}"
+                )
         if self.board is not None:
             self._agree_on_members(f"meet/{number}/members", expected)
 
@@ -143,13 +140,21 @@ class Register:
     def _wait_for_life(self) -> None:
         deadline = time.monotonic() + GRACE
         for rank in range(self.size):
-            left = max(0.001, deadline - time.monotonic())
-            try:
-                self._store.wait([f"alive/{rank}"], timedelta(seconds=left))
-            except DistNetworkError:
-                raise
-            except RuntimeError:
-                continue  # the roll call names it
+            self._appear([f"alive/{rank}"], deadline - time.monotonic())
+
+    def _appear(self, keys: list[str], seconds: float) -> bool:
+        """Whether all keys are there within so many seconds. The store's own wait would write two lines to the user's
+        terminal whenever it is over in vain; this asks ever more seldom, and is late by a tenth of the wait at most."""
+        start = time.monotonic()
+        try:
+            while not self._store.check(keys):
+                waited = time.monotonic() - start
+                if waited >= seconds:
+                    return False
+                time.sleep(min(max(0.001, waited / 10), seconds - waited))
+        except DistNetworkError as gone:
+            raise StoreGone(f"rank {self.rank}: {STORE_IS_GONE}") from gone
+        return True
 
 
 class Life:

@@ -121,6 +121,7 @@ class A2CiD2(Method):
         if self._gossip is None:
             return
         self._gossip.close()
+        self._graph = self._gossip.topology
         # At a common time the mean of x is the mean of x₀ and of all own steps, exactly.
         self._settle(max(worker.comm.meet("the end of gossip", self.clock)))
 
