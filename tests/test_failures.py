@@ -113,7 +113,7 @@ def test_a_rank_that_hangs() -> None:
     def loop(worker: laconic.Worker) -> None:
         train_steps(worker, 1)
         if worker.rank == 2:
-            time.sleep(9)  # longer than the time-out and the roll call of the others
+            time.sleep(6)  # longer than the time-out and the roll call of the others
         train_steps(worker, 1)
 
     first, second, _ = laconic.spawn(told, 3, loop, None, 2.0)

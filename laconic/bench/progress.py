@@ -48,26 +48,32 @@ class Display:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(name, total=steps, text="starting")
-            start = None
-            while not over.wait(REFRESH_SECONDS):
-                if seen[0] and start is None:
-                    start = (time.monotonic(), seen[0])
-                if start is not None:
-                    progress.update(task, completed=seen[0], text=describe(seen, *start))
-            if start is not None:
-                self._console.print(f"{name}: {describe(seen, *start)}", highlight=False)
+            for text in watch(seen, over):
+                progress.update(task, completed=seen[0], text=text)
+        self._line(name, text)
 
     def _plain(self, name: str, steps: int, seen: np.ndarray, over: threading.Event) -> None:
-        self._console.print(f"{name}: {steps} steps", highlight=False)
-        start, last = None, time.monotonic()
-        while not over.wait(REFRESH_SECONDS):
-            if seen[0] and start is None:
-                start = (time.monotonic(), seen[0])
-            if start is not None and time.monotonic() - last > LINE_SECONDS:
+        self._line(name, f"{steps} steps")
+        last = time.monotonic()
+        for text in watch(seen, over):
+            if time.monotonic() - last > LINE_SECONDS:
                 last = time.monotonic()
-                self._console.print(f"{name}: {describe(seen, *start)}", highlight=False, soft_wrap=True)
-        if start is not None:
-            self._console.print(f"{name}: {describe(seen, *start)}", highlight=False, soft_wrap=True)
+                self._line(name, text)
+        self._line(name, text)
+
+    def _line(self, name: str, text: str) -> None:
+        self._console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
+
+
+def watch(seen: np.ndarray, over: threading.Event) -> Iterator[str]:
+    """How the run is doing, now and then, and at its end."""
+    start = None
+    ended = False
+    while not ended:
+        ended = over.wait(REFRESH_SECONDS)
+        if seen[0] and start is None:
+            start = (time.monotonic(), float(seen[0]))
+        yield "starting" if start is None else describe(seen, *start)
 
 
 def describe(seen: np.ndarray, start: float, first: float) -> str:

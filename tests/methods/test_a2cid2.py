@@ -294,7 +294,8 @@ def check_the_mean(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("workers", [2, 3, 5, 8])
 def test_the_mean_is_kept_by_asynchronous_processes(workers: int) -> None:
     methods = [laconic.A2CiD2(name, rate=1.0) for name in topology.TOPOLOGIES]
-    methods += [laconic.A2CiD2("ring", rate="auto"), laconic.A2CiD2("ring", rate=2, momentum=False)]
+    if workers < 8:
+        methods += [laconic.A2CiD2("ring", rate="auto"), laconic.A2CiD2("ring", rate=2, momentum=False)]
 
     def run() -> list[dict[str, Any]]:
         return [live(method, steps=16, seconds=0.002) for method in methods]
