@@ -59,6 +59,7 @@ def spawn(
     fn: Callable[..., Any],
     workers: int,
     *args: Any,
+    link: str = "none",
     hosts: Sequence[Host] | None = None,
     preload: Sequence[str] = (),
 ) -> list[Any]:
@@ -66,9 +67,19 @@ def spawn(
 
     A worker that raises or is killed ends the run at once: the others are stopped, and `WorkerFailed` has its
     traceback or signal. No process is left behind, also when this one is interrupted or killed. Functions may be
-    lambdas or come from a notebook. In a script, call it under `if __name__ == "__main__":`. What the first call in
-    this process names in `preload` (modules) is imported once for all workers, also those of later calls.
+    lambdas or come from a notebook. In a script, call it under `if __name__ == "__main__":`.
+
+    With a `link` such as "100mbit" each worker runs on an emulated host of its own behind such a link, see
+    `laconic.emulate`; `hosts` are those of a network that is open already. What the first call in this process names in
+    `preload` (modules) is imported once for all workers, also those of later calls.
     """
+    if link != "none":
+        if hosts is not None:
+            raise ValueError(f"give either link or hosts, not both: a link ({link}) makes hosts of its own")
+        from laconic.emulate import Network, parse_links
+
+        with Network(parse_links(link, workers)) as network:
+            return spawn(fn, workers, *args, hosts=network.hosts, preload=preload)
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers must be a whole number, at least 1, not {workers!r}")
     if hosts is not None and len(hosts) != workers:

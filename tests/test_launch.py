@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import laconic
+from laconic.emulate import EmulationError
 from tests.helpers import rank
 
 
@@ -81,6 +82,20 @@ def test_a_result_that_cannot_be_sent_is_an_error() -> None:
 def test_bad_number_of_workers(workers: object) -> None:
     with pytest.raises(ValueError, match=f"workers must be a whole number, at least 1, not {workers!r}"):
         laconic.spawn(rank, workers)  # type: ignore[arg-type]
+
+
+def test_on_emulated_hosts() -> None:
+    def where() -> tuple[str, str]:
+        return os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"]
+
+    try:
+        places = laconic.spawn(where, 2, link="10mbit,1gbit")
+    except EmulationError as error:
+        pytest.skip(str(error))
+    assert places == [("eth0", places[0][1])] * 2
+    assert places[0][1] != "127.0.0.1"
+    with pytest.raises(ValueError, match="give either link or hosts, not both"):
+        laconic.spawn(where, 2, link="10mbit", hosts=[])
 
 
 def alive(pid: int) -> bool:

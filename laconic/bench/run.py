@@ -24,7 +24,6 @@ from torch import Tensor
 import laconic
 from laconic.bench.record import Point, Record, Split
 from laconic.bench.ways import Asked, Reading
-from laconic.emulate import Network, parse_links
 from laconic.launch import WorkerFailed, spawn
 from laconic.tasks import Task
 
@@ -74,12 +73,7 @@ def run(asked: Asked, plan: Plan, progress: Path | None = None) -> Record:
     record = _describe(asked, plan)
     with tempfile.TemporaryDirectory(prefix="laconic-") as folder:
         try:
-            job = (_work, plan.workers, asked, plan, Path(folder), progress)
-            if plan.link == "none":
-                told = spawn(*job, preload=PRELOAD)
-            else:
-                with Network(parse_links(plan.link, plan.workers)) as network:
-                    told = spawn(*job, hosts=network.hosts, preload=PRELOAD)
+            told = spawn(_work, plan.workers, asked, plan, Path(folder), progress, link=plan.link, preload=PRELOAD)
         except WorkerFailed as failure:
             record.status, record.reason = "failed", str(failure)
             return record
