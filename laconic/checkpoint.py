@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -39,6 +40,7 @@ def save(worker: Worker, directory: Path, extra: dict[str, Any]) -> None:
         "model": _bare(worker.model).state_dict(),
         "optimizer": worker.optimizer.state_dict(),
         "worker": worker.state_dict(),
+        "random": _random_state(worker.x.device),
         "extra": extra,
     }
     note: dict[str, Any] = {"file": f"rank-{worker.rank:05d}.pt"}
@@ -50,7 +52,8 @@ def save(worker: Worker, directory: Path, extra: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         note["nbytes"] = (folder / note["file"]).stat().st_size
         note["sha256"] = _sha256(folder / note["file"])
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        torch.load(folder / note["file"], map_location="cpu", weights_only=True, mmap=True)  # what can be read again
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # torch reports a full disk as RuntimeError
         note["error"] = f"{type(error).__name__}: {error}"
     files = worker.comm.meet("save()", note)
     members = worker.comm.members  # ranks that gossip has dropped are not in the checkpoint: it is one of fewer workers
@@ -80,7 +83,7 @@ def load(worker: Worker, directory: Path) -> dict[str, Any]:
     content, problem = None, None
     try:
         content = _read(worker, directory / max(everywhere))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         problem = str(error)
     problems = worker.comm.meet("load()", problem)
     if any(problems):
@@ -91,6 +94,7 @@ def load(worker: Worker, directory: Path) -> dict[str, Any]:
     _bare(worker.model).load_state_dict(content["model"])
     worker.optimizer.load_state_dict(content["optimizer"])
     worker.load_state_dict(content["worker"])
+    _set_random_state(content["random"])
     extra: dict[str, Any] = content["extra"]
     return extra
 
@@ -150,6 +154,20 @@ def cloned(value: Any) -> Any:
     return value
 
 
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """Torch's own random numbers, which dropout draws from."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 def _require_plain(extra: dict[str, Any]) -> None:
     """What could be saved but not be loaded again is refused now, not on the day it is needed."""
     buffer = io.BytesIO()
@@ -187,6 +205,7 @@ def _write_atomically(path: Path, text: str, rank: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    for folder in (path.parent, path.parent.parent):  # the names too must be on the disk before others are removed
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from laconic.bench.run import Plan
     from laconic.tasks import Task
 
-MOST_WORKERS = 64
-
 
 def main() -> None:
     """Mistakes in the call end with one line and exit code 2, runs that fail with exit code 1."""
@@ -89,6 +87,7 @@ class Shared:
         """`settings` are the task's; what it does not know is refused."""
         from laconic.bench.compare import rate_for
         from laconic.bench.run import Plan
+        from laconic.bench.ways import MOST_WORKERS
 
         if not 1 <= self.workers <= MOST_WORKERS:
             raise ValueError(f"workers must be from 1 to {MOST_WORKERS}, not {self.workers}")
@@ -99,6 +98,7 @@ class Shared:
 
             parse_links(self.link, self.workers)
         task = _task(self.task, settings, self)
+        task.load(0, self.workers, self.seed)  # a dataset that is missing is said now, in one line
         command = shlex.join(["laconic", *sys.argv[1:]])
         plan = Plan(
             task,
@@ -192,8 +192,8 @@ class Compare(Shared):
         asked = [ask(name) for name in chosen]
         # The run without communication comes first: it tells what computing takes.
         asked.sort(key=lambda one: one.name != "none")
-        prepare(self.out, self.overwrite)
         plan = self.plan(settings)
+        prepare(self.out, self.overwrite)
         console = _console()
         records = compare(asked, plan, self.seeds, self.out, Display(console))
         console.print(table(records, self.target_accuracy))

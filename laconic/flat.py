@@ -89,7 +89,9 @@ class FlatParameters:
 
     def moment_names(self) -> list[str]:
         """The optimizer's state tensors that have the shape of their parameter, by name."""
-        return sorted({name for p in self.parameters for name, value in self._state(p).items() if _is_moment(value, p)})
+        # Adam's counter of steps has the shape of a parameter that is a single number, but is no moment.
+        found = {name for p in self.parameters for name, value in self._state(p).items() if _is_moment(value, p)}
+        return sorted(found - {"step"})
 
     def moments(self, names: list[str]) -> dict[str, Tensor]:
         """Each named state as one vector (d) in which the optimizer itself works; zeros where it has none yet."""
@@ -98,7 +100,9 @@ class FlatParameters:
                 self._moments[name] = torch.zeros_like(self.x)
             for parameter, view in zip(self.parameters, self.views(self._moments[name]), strict=True):
                 value = self._state(parameter).get(name)
-                if _is_moment(value, parameter) and value.data_ptr() != view.data_ptr():
+                if not _is_moment(value, parameter):
+                    view.zero_()
+                elif value.data_ptr() != view.data_ptr():
                     view.copy_(value)
                     self._state(parameter)[name] = view
         return {name: self._moments[name] for name in names}

@@ -53,13 +53,17 @@ class Worker:
         self.comm = comm or connect(device, timeout)
         self.step = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self._moment_names: list[str] = []
+        self._moment_names: list[str] | None = None
         self._lent = False
         self.consensus_distance: float | None = None  # √ of the mean ‖x − x̄‖² over workers, at the last consensus()
-        self.method, self._flat, self.fingerprint = self._join(method)
-        self._control = self.comm.channel("control")
-        self._copy_from_rank_0()
-        self.method.setup(self)
+        try:
+            self.method, self._flat, self.fingerprint = self._join(method)
+            self._control = self.comm.channel("control")
+            self._copy_from_rank_0()
+            self.method.setup(self)
+        except BaseException as error:
+            self.comm.fail(error)  # or the others would wait for this rank
+            raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -114,10 +118,14 @@ class Worker:
         self._flat.unpack_gradient(packed)
 
     def moments(self) -> dict[str, Tensor]:
-        if not self._moment_names:
+        if self._moment_names is None:
             # A rank may have no state yet, where its parameters had no gradient: agree on what there is anywhere.
-            notes = self.comm.meet("the names of the optimizer's state", self._flat.moment_names())
-            self._moment_names = sorted({name for names in notes for name in names})
+            note = [self._flat.moment_names(), bool(self.optimizer.state)]
+            notes = self.comm.meet("the names of the optimizer's state", note)
+            names = sorted({name for names, _ in notes for name in names})
+            if not names and not all(has_state for _, has_state in notes):
+                return {}  # the first gradient is still to come
+            self._moment_names = names
         return self._flat.moments(self._moment_names)
 
     @torch.no_grad()
@@ -266,8 +274,12 @@ class Worker:
         buffers = list(self.model.buffers())
         floating = [buffer for buffer in buffers if buffer.is_floating_point()]
         if floating:
-            flat = weight * torch.cat([buffer.double().reshape(-1) for buffer in floating])
-            parts = torch.split(self._control.mean(flat), [buffer.numel() for buffer in floating])
+            flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
+            # A mask of −inf has no mean: where an entry is not finite, everyone keeps its own.
+            finite = flat.isfinite()
+            both = torch.cat([weight * flat.where(finite, 0.0), finite.double()])
+            mean, finite_share = self._control.mean(both).chunk(2)
+            parts = torch.split(mean.where(finite_share > 1 - 1e-9, flat), [buffer.numel() for buffer in floating])
             for buffer, part in zip(floating, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
         for buffer in buffers:

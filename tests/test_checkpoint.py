@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -258,3 +259,24 @@ def test_state_of_another_form_changes_nothing() -> None:
         worker.load_state_dict({"x": x})
     assert torch.equal(worker.x, x)
     assert worker.step == 2
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+    """A learning rate of numpy's is an object to torch: refused now, with the checkpoint before still there."""
+    model = build_model()
+    worker = laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), laconic.LocalSGD(4))
+    worker.save(tmp_path)
+    worker.optimizer.param_groups[0]["lr"] = np.float64(0.1)
+    with pytest.raises(OSError, match=r"cannot save to .* rank 0: UnpicklingError"):
+        worker.save(tmp_path)
+    assert folders(tmp_path) == ["000001-step0"]
+
+
+def test_dropout_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    worker = trained(1)
+    worker.save(tmp_path)
+    expected = nn.functional.dropout(torch.ones(50))
+    torch.manual_seed(6)
+    make().load(tmp_path)
+    assert torch.equal(nn.functional.dropout(torch.ones(50)), expected)

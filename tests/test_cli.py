@@ -40,6 +40,8 @@ def test_train_save_and_resume(
     assert [point.step for point in second.points] == [7, 8, 9, 10]
     assert second.task_settings["batch_size"] == 8
     assert json.loads(next(out.glob("checkpoint/*/manifest.json")).read_text())["step"] == 10
+    assert call(monkeypatch, f"{base} --steps 20 --seed 1 --resume {out}") == 1
+    assert "the checkpoint is of Digits" in capsys.readouterr().err
     assert call(monkeypatch, f"{base} --steps 10 --resume {out}") == 1
     assert "is at step 10 already" in capsys.readouterr().err
 
@@ -59,6 +61,9 @@ def test_compare_writes_runs_and_a_report(
     assert "not reached" in text
     assert call(monkeypatch, line) == 2
     assert "give --overwrite" in capsys.readouterr().err
+    for mistake in ("--link fast", "--task digit", "--lr fast", "--rho -1", "--colour red"):
+        assert call(monkeypatch, f"compare --workers 2 --out {out} --overwrite {mistake}") == 2
+        assert len(RunsFile(out).read()) == 3, "a mistake in the call costs no results"
 
 
 def test_rho_sets_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +76,18 @@ def test_rho_sets_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(rate[:-4]) > 0
     with pytest.raises(ValueError, match="rho must be more than 0, not -1"):
         rate_for(-1, Plan(Digits(), workers=2, steps=100))
+
+
+def test_a_missing_dataset_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LACONIC_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert call(monkeypatch, f"compare --task fashion --out {tmp_path / 'out'}") == 2
+    error = capsys.readouterr().err
+    assert "run `laconic data fashion`" in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

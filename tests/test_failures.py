@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import cloudpickle
 import torch
@@ -253,3 +254,18 @@ def test_a_rank_that_never_comes() -> None:
 
     text, _ = laconic.spawn(run, 2)
     assert text == "PeerError: rank 0: the opening of the foreground channel at step 0 waited 2 s for rank 1"
+
+
+@dataclass
+class Fragile(laconic.Method):
+    """Cannot be set up on rank 1."""
+
+    def setup(self, worker: laconic.Replica) -> None:
+        if worker.comm.rank == 1:
+            raise MemoryError("no room for the state")
+
+
+def test_a_method_that_cannot_be_set_up_on_one_rank() -> None:
+    first, culprit = laconic.spawn(told, 2, lambda worker: train_steps(worker, 1), Fragile())
+    assert culprit == "MemoryError: no room for the state"
+    assert "rank 1 failed at step 0: MemoryError: no room for the state" in first

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -306,6 +306,107 @@ def test_hooks_are_gone_after_the_block() -> None:
         train_step(model, optimizer, 0, 0)
     train_step(model, optimizer, 0, 1)
     assert worker.step == 1
+
+
+def test_a_mask_of_infinities_among_the_buffers() -> None:
+    """It has no mean, and every worker has the same: it stays. Entries beside it are averaged."""
+
+    def run() -> tuple[list[float], list[float]]:
+        model = nn.Linear(2, 2)
+        model.register_buffer("mask", torch.tensor([float("-inf"), 0.0, 4.0]))
+        with worker_of(model) as worker:
+            model.mask[2] += worker.rank
+            with worker.consensus():
+                lent = model.mask.tolist()
+        return lent, model.mask.tolist()
+
+    agreed = [float("-inf"), 0.0, 4.5]
+    assert laconic.spawn(run, 2) == [(agreed, agreed)] * 2
+
+
+class Everything(nn.Module):
+    """Tied, frozen and unused parameters in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.unused, self.frozen = nn.Linear(6, 2), nn.Linear(6, 2)
+        self.b.weight = self.a.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.b(self.a(x).tanh()))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_loop_with_everything_in_it_is_training_on_the_mean_gradient(workers: int) -> None:
+    """Groups, schedule, accumulation, tied, frozen and unused parameters: as one process that sees all batches."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        torch.manual_seed(0)
+        model = Everything()
+        groups = [{"params": model.b.bias, "lr": 0.05}, {"params": [*model.a.parameters(), *model.unused.parameters()]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+    def accumulate(model: nn.Module, worker: int, step: int, share: float) -> None:
+        for part in range(2):
+            x, y = batch(worker, 2 * step + part)
+            (share * nn.functional.mse_loss(model(x), y)).backward()
+
+    def run() -> Tensor:
+        model, optimizer, schedule = build()
+        with laconic.Worker(model, optimizer, laconic.AllReduce()) as worker:
+            for step in range(8):
+                accumulate(model, worker.rank, step, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    model, optimizer, schedule = build()
+    for step in range(8):
+        for worker in range(workers):
+            accumulate(model, worker, step, 0.5 / workers)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    for result in laconic.spawn(run, workers):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=5)
+@given(shapes=shapes, seed=st.integers(0, 100))
+def test_consensus_is_the_mean_whatever_the_shapes(shapes: list[tuple[int, ...]], seed: int) -> None:
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+        with worker_of(model) as worker:
+            worker.x.copy_(torch.randn(worker.x.shape, generator=torch.Generator().manual_seed(seed + worker.rank)))
+            own = worker.x.clone()
+            with worker.consensus():
+                lent = worker.x.clone()
+            return own, lent, worker.x.clone()
+
+    results = laconic.spawn(run, 3)
+    mean = torch.stack([own for own, _, _ in results]).mean(dim=0)
+    for own, lent, after in results:
+        torch.testing.assert_close(lent, mean)
+        assert torch.equal(own, after)
+
+
+def test_a_parameter_that_is_a_single_number_and_averaged_moments() -> None:
+    """Adam's counter of steps has its shape, but is no moment of it."""
+
+    def run() -> tuple[list[str], float]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(()))])
+        optimizer = torch.optim.Adam(model.parameters())
+        with laconic.Worker(model, optimizer, laconic.LocalSGD(1, "averaged")) as worker:
+            (model[0] * (worker.rank + 1)).backward()
+            optimizer.step()
+            return sorted(worker.moments()), optimizer.state[model[0]]["step"].item()
+
+    assert laconic.spawn(run, 2) == [(["exp_avg", "exp_avg_sq"], 1.0)] * 2
 
 
 # Bad input ---------------------------------------------------------------------------------------------------------

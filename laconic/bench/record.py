@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,12 +90,13 @@ class RunsFile:
 
     def append(self, record: Record) -> None:
         """Add a run. When the disk is full the earlier lines stay as they were, and the error says so."""
-        line = json.dumps(dataclasses.asdict(record)) + "\n"
-        with open(self.path, "ab") as file:
+        line = (json.dumps(_plain(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
+        # Without a buffer: what a full disk did not take must not be tried again when the file is closed.
+        with open(self.path, "ab", buffering=0) as file:
             end = file.tell()
             try:
-                file.write(line.encode())
-                file.flush()
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file.fileno())
             except OSError as error:
                 os.truncate(self.path, end)
@@ -104,11 +107,23 @@ class RunsFile:
         return [parse(line) for line in self.path.read_text().splitlines()]
 
 
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: a diverged run has the word instead, which `float` reads again."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
 def parse(line: str) -> Record:
     data = json.loads(line)
     if data.get("schema") != SCHEMA:
         raise ValueError(f"runs.jsonl must have schema {SCHEMA}, not {data.get('schema')!r}")
+    for point in data["points"]:
+        point["values"] = {name: float(value) for name, value in point["values"].items()}
+        point["method"] = {name: float(value) for name, value in point["method"].items()}
     data["points"] = [Point(**point) for point in data["points"]]
     data["split"] = data["split"] and Split(**data["split"])
-    data["train_loss"] = [(step, loss) for step, loss in data["train_loss"]]
+    data["train_loss"] = [(step, float(loss)) for step, loss in data["train_loss"]]
     return Record(**data)

@@ -1,6 +1,6 @@
 """One real training run: the same loop for every way, a process for each worker, judged after the clock has stopped.
 
-At chosen steps each worker keeps a copy of its model, off the clock. Only when training is over are the copies of all
+At chosen steps each worker writes a copy of its model, off the clock. Only when training is over are the copies of all
 workers averaged and evaluated: so judging neither pauses a worker nor sends a byte.
 """
 
@@ -27,7 +27,6 @@ from laconic.bench.ways import Asked, Reading
 from laconic.launch import WorkerFailed, spawn
 from laconic.tasks import Task
 
-Snapshot = list[Tensor]
 PRELOAD = ["laconic.compress.loaded", "laconic.bench.run"]
 STEADY_AFTER = 3  # steps that open connections and fill caches, left out of the seconds of an average step
 
@@ -47,6 +46,11 @@ class Plan:
     save_every: int | None = None
     resume: bool = False
     command: str = ""
+
+    def identity(self) -> str:
+        """What a resumed run must have in common with the one before: all but its length."""
+        task = dataclasses.replace(self.task, steps=1)
+        return f"{task!r} with seed {self.seed}"
 
     def __post_init__(self) -> None:
         for name in ("workers", "steps", "evaluations"):
@@ -92,7 +96,6 @@ def _work(asked: Asked, plan: Plan, folder: Path, progress: Path | None) -> Told
     shard = plan.task.load(rank, size, plan.seed)
     display = np.memmap(progress, dtype=np.float64, mode="r+") if progress and rank == 0 else None
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    snapshots: list[Snapshot] = []
     told = Told([], [], [], [], 0.0, Reading({}, 0.0, 0.0, {}), range(0), 0)
     with asked.way.join(model, optimizer) as joined:
         start = 0
@@ -100,6 +103,8 @@ def _work(asked: Asked, plan: Plan, folder: Path, progress: Path | None) -> Told
             assert joined.worker is not None
             assert plan.checkpoint is not None
             extra = joined.worker.load(plan.checkpoint)
+            if extra["plan"] != plan.identity():
+                raise ValueError(f"the checkpoint is of {extra['plan']}, and this run is {plan.identity()}")
             start = joined.worker.step
             if schedule is not None:
                 schedule.load_state_dict(extra["schedule"])
@@ -126,16 +131,17 @@ def _work(asked: Asked, plan: Plan, folder: Path, progress: Path | None) -> Told
                 card = _card_nbytes(interface)
                 told.card_nbytes.append(None if card is None or card_start is None else card - card_start)
                 told.losses.append((done, loss.item()))
-                snapshots.append([value.detach().clone() for value in model.state_dict().values()])
+                torch.save(list(model.state_dict().values()), folder / f"{rank}-{done}.pt")
                 paused += time.perf_counter() - now
             if display is not None:
                 display[:] = (done, loss.item(), sum(joined.read().payload_nbytes.values()), plan.steps)
             if plan.checkpoint and joined.worker and (done == plan.steps or _is_due(done, plan.save_every)):
                 now = time.perf_counter()
-                extra = {"schedule": schedule.state_dict()} if schedule is not None else {}
-                joined.worker.save(plan.checkpoint, _plain(extra))
+                extra = {"plan": plan.identity()}
+                if schedule is not None:
+                    extra["schedule"] = _plain(schedule.state_dict())
+                joined.worker.save(plan.checkpoint, extra)
                 paused += time.perf_counter() - now
-    torch.save(snapshots, folder / f"{rank}.pt")
     told.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return told
 
@@ -150,14 +156,9 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _plain(extra: dict[str, Any]) -> dict[str, Any]:
+def _plain(schedule: dict[str, Any]) -> dict[str, Any]:
     """A LambdaLR keeps its functions in its state; they come from the task again."""
-    return {
-        key: {name: value for name, value in entry.items() if name != "lr_lambdas"} | {"lr_lambdas": [None]}
-        if "lr_lambdas" in entry
-        else entry
-        for key, entry in extra.items()
-    }
+    return schedule | ({"lr_lambdas": [None]} if "lr_lambdas" in schedule else {})
 
 
 def _card_nbytes(interface: str) -> int | None:
@@ -227,14 +228,14 @@ def _sum_up(record: Record, told: list[Told]) -> None:
 
 def _judge(record: Record, asked: Asked, plan: Plan, told: list[Told], folder: Path) -> None:
     """Evaluate the mean of all workers' copies, step by step."""
-    copies: list[list[Snapshot]] = [
-        torch.load(folder / f"{rank}.pt", mmap=True, weights_only=True)
-        for rank in range(plan.workers if asked.way.averages else 1)
-    ]
     model = plan.task.build_model()
     own = model.state_dict()
     for i, (step, _) in enumerate(told[0].losses):
-        for target, *values in zip(own.values(), *(copy[i] for copy in copies), strict=True):
+        copies: list[list[Tensor]] = [
+            torch.load(folder / f"{rank}-{step}.pt", weights_only=True)
+            for rank in range(plan.workers if asked.way.averages else 1)
+        ]
+        for target, *values in zip(own.values(), *copies, strict=True):
             agreed = torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0]
             target.copy_(agreed)
         cards = [worker.card_nbytes[i] for worker in told]

@@ -17,6 +17,8 @@ from laconic.method import Method
 from laconic.names import look_up
 from laconic.worker import Worker
 
+MOST_WORKERS = 64
+
 
 @dataclass
 class Reading:
@@ -114,6 +116,8 @@ def ask(text: str, settings: dict[str, str] | None = None) -> Asked:
         for key, value in given.items()
     }
     built = _kind(name)(**values)
+    if isinstance(built, Method) and not all(map(built.trains, range(MOST_WORKERS))):
+        raise ValueError(f"{text}: here every worker trains, so none can be kept as a server without data")
     # The text names the run everywhere, so that two settings of one method can be told apart.
     label = "+".join([name, *(f"{key}={value}" for key, value in given.items())])
     return Asked(label, name, built if name in PEERS else MethodWay(built))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import DistNetworkError, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from laconic.comm.comm import PeerError
+from laconic.comm.comm import PeerError, first_line
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Dropped, Need, Pairing, bell_key
@@ -44,7 +44,7 @@ class BackgroundGossip(Gossip):
         self._closing = False
         self._rung = False
         self._bell = 0
-        self._beaten = time.monotonic()
+        self._beaten = self._trained = time.monotonic()
         self._error: BaseException | None = None
         self._news: list[str] = []
         self._threads = [
@@ -68,6 +68,7 @@ class BackgroundGossip(Gossip):
         self._lock.release()
 
     def seek(self, exchanges: int, urgently: int) -> None:
+        self._trained = time.monotonic()
         with self._changed:
             self._sought, self._urgently, self._paused = exchanges, urgently, False
             self._changed.notify_all()
@@ -131,7 +132,7 @@ class BackgroundGossip(Gossip):
     def _turn(self) -> bool:
         """Look at the board and do what follows; if nothing does, wait for a reason to look again. False at the end."""
         if time.monotonic() > self._beaten + SLICE:
-            self._beaten = time.monotonic()
+            self._beaten = self._trained = time.monotonic()
             self._store.add(beat_key(self._rank), 1)
         with self._changed:
             resting = self._paused or self._closing
@@ -249,7 +250,7 @@ class Pairs:
             except DistNetworkError:
                 raise
             except RuntimeError as error:
-                raise PeerIsSilent(f"no connection to rank {peer} ({_first_line(error)})") from error
+                raise PeerIsSilent(f"no connection to rank {peer} ({first_line(error)})") from error
             self._pairs[peer] = Pair(group, peer, int(peer == high), self._buffers)
         return self._pairs[peer]
 
@@ -286,7 +287,7 @@ class Pair:
             arriving.wait()
             leaving.wait()
         except RuntimeError as error:
-            raise PeerIsSilent(f"no answer from rank {self._peer} ({_first_line(error)})") from error
+            raise PeerIsSilent(f"no answer from rank {self._peer} ({first_line(error)})") from error
         return received.to(sent.device)
 
 
@@ -298,7 +299,3 @@ def _own_client(store: Store) -> Store:
         )
     clone: Store = store.clone()
     return clone
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -131,3 +131,7 @@ def check_lengths(chunks: Sequence[Tensor], lengths: Sequence[int] | None, rank:
             f"lengths[{rank}] must be the length {own} of the chunk to this rank itself, not {lengths[rank]}"
         )
     return list(lengths)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

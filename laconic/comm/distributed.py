@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.background import BackgroundGossip
-from laconic.comm.comm import Comm, PeerError, Pending, check_lengths, ring_mean_nbytes
+from laconic.comm.comm import Comm, PeerError, Pending, check_lengths, first_line, ring_mean_nbytes
 from laconic.comm.finite import is_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
@@ -185,7 +185,7 @@ class DistributedComm(Comm):
         try:
             work = launch()
         except RuntimeError as error:  # gloo notices a dead neighbour already here
-            raise self._register.roll_call(f"{doing or verb} at step {self.meter.step}", _first_line(error)) from error
+            raise self._register.roll_call(f"{doing or verb} at step {self.meter.step}", first_line(error)) from error
         self.meter.add(self._name, verb, calls=1 if nbytes else 0, nbytes=nbytes)
         assert isinstance(work, dist.Work)
         return work
@@ -202,7 +202,7 @@ class DistributedComm(Comm):
                 except (RuntimeError, TimeoutError) as error:
                     over = time.monotonic() - start > self._register.timeout
                     if work.is_completed():
-                        raise self._register.roll_call(doing, _first_line(error)) from error
+                        raise self._register.roll_call(doing, first_line(error)) from error
                     if over:
                         raise self._register.roll_call(doing, f"waited {self._register.timeout:g} s") from error
                     self._register.look_around(doing)
@@ -294,7 +294,3 @@ def _tree_children(vrank: int, size: int) -> int:
             children += 1
         bit <<= 1
     return children
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
