@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import laconic
+from laconic.comm import connect
 from laconic.launch import _environment
 from tests.helpers import build_model, rank, train_step
 
@@ -85,6 +86,24 @@ def test_consensus_on_one_rank_only() -> None:
     first, second = laconic.spawn(told, 2, loop)
     assert "rank 0 is at consensus() since its step 1, and all ranks must come there" in second
     assert "consensus() at step 1 cannot end" in first
+
+
+def test_a_rank_that_is_done_sooner_and_meets_is_no_hindrance() -> None:
+    """Rank 0 sends its part and goes to the meeting; the others' message is on its way for seconds, and comes."""
+
+    def run() -> float:
+        comm = connect(torch.device("cpu"), 60.0)
+        if comm.rank == 0:
+            comm.broadcast(torch.ones(3))
+            comm.meet("done")
+            return 1.0
+        if comm.rank == 1:
+            time.sleep(3)  # in the tree of 4, rank 3 hears it from rank 1
+        value = comm.broadcast(torch.zeros(3))[0].item()
+        comm.meet("done")
+        return value
+
+    assert laconic.spawn(run, 4) == [1.0] * 4
 
 
 def test_ranks_at_different_meetings() -> None:

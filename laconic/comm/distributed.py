@@ -36,6 +36,7 @@ class DistributedComm(Comm):
         self._name, self._register, self._backend = name, register, backend
         # A rank that does not come is named by the meeting; new_group alone would only say that a key is missing.
         register.meet(f"the opening of the {name} channel", meter.step, None)
+        self._course = f"{name}-{register.count('channels')}"
         self._whole = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
         self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
@@ -139,9 +140,11 @@ class DistributedComm(Comm):
         sent = x.contiguous()
         received = torch.empty_like(sent)
         verb = f"exchange with rank {peer}"
+        number = self._register.count(f"{self._course}>{peer}")
         arriving = self._start("exchange", 0, lambda: dist.irecv(received, src=peer, group=self._group), verb)
         leaving = self._start("exchange", _nbytes(x), lambda: dist.isend(sent, dst=peer, group=self._group), verb)
-        self._wait("exchange", Delivery([arriving, leaving]), verb)
+        needed = {peer: f"{self._course}>{self.rank}"}
+        self._wait("exchange", Delivery([arriving, leaving]), needed, number, verb)
         return received
 
     def gossip(self, topology: Topology, talk: Talk) -> Gossip:
@@ -179,7 +182,8 @@ class DistributedComm(Comm):
             dist.destroy_process_group(group)
 
     def _send(self, verb: str, nbytes: int, launch: Callable[[], Any], finish: Callable[[], T]) -> OnItsWay[T]:
-        return OnItsWay(self, verb, self._start(verb, nbytes, launch), launch, finish)
+        number = self._register.count(self._course)
+        return OnItsWay(self, verb, number, self._start(verb, nbytes, launch), launch, finish)
 
     def _start(self, verb: str, nbytes: int, launch: Callable[[], Any], doing: str = "") -> dist.Work:
         try:
@@ -190,8 +194,11 @@ class DistributedComm(Comm):
         assert isinstance(work, dist.Work)
         return work
 
-    def _wait(self, verb: str, work: dist.Work | Delivery, doing: str = "") -> None:
-        """Wait in slices, and between them look whether waiting makes sense."""
+    def _wait(
+        self, verb: str, work: dist.Work | Delivery, needed: dict[int, str] | None, number: int, doing: str = ""
+    ) -> None:
+        """Wait in slices, and between them look whether waiting makes sense. `needed`: by default all take part."""
+        needed = needed or dict.fromkeys(self.members, self._course)
         doing = f"{doing or verb} at step {self.meter.step}"
         start = time.monotonic()
         try:
@@ -205,7 +212,7 @@ class DistributedComm(Comm):
                         raise self._register.roll_call(doing, first_line(error)) from error
                     if over:
                         raise self._register.roll_call(doing, f"waited {self._register.timeout:g} s") from error
-                    self._register.look_around(doing)
+                    self._register.look_around(doing, needed, number)
         finally:
             self.meter.add(self._name, verb, seconds=time.monotonic() - start)
 
@@ -257,15 +264,21 @@ class OnItsWay(Pending[T]):
     """Holds the handle and, by the two functions, the tensors: gloo needs all of them alive until the end."""
 
     def __init__(
-        self, comm: DistributedComm, verb: str, work: dist.Work, launch: Callable[[], Any], finish: Callable[[], T]
+        self,
+        comm: DistributedComm,
+        verb: str,
+        number: int,
+        work: dist.Work,
+        launch: Callable[[], Any],
+        finish: Callable[[], T],
     ) -> None:
-        self._comm, self._verb, self._finish = comm, verb, finish
+        self._comm, self._verb, self._number, self._finish = comm, verb, number, finish
         self._underway: tuple[dist.Work, Callable[[], Any]] | None = (work, launch)
         self._result: list[T] = []
 
     def wait(self) -> T:
         if self._underway is not None:
-            self._comm._wait(self._verb, self._underway[0])
+            self._comm._wait(self._verb, self._underway[0], None, self._number)
             self._result = [self._finish()]
             self._underway = None
         return self._result[0]

@@ -35,6 +35,12 @@ class Register:
         self.members = list(range(size))  # as of the last meeting
         self.board: Pairing | None = None  # with gossip: who has been dropped is written there, and the rest go on
         self._meetings = 0
+        self._started: dict[str, int] = {}  # messages started so far, by the channel (and peer) they go over
+
+    def count(self, course: str) -> int:
+        """Another message is started on this course: its number there."""
+        self._started[course] = self._started.get(course, 0) + 1
+        return self._started[course]
 
     @property
     def store(self) -> Store:
@@ -46,16 +52,15 @@ class Register:
         number = self._meetings
         if number > 2:  # all ranks came to the meeting before this one, so all have read the one before that
             self._store.delete_key(f"meet/{number - 2}/{self.rank}")
-        self._store.set(f"meet/{number}/open", json.dumps([self.rank, what, step]))
-        self._store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note]))
+        self._store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
         self._wait_for_members(number, what, step)
         signed = [json.loads(self._store.get(f"meet/{number}/{rank}")) for rank in self.members]
         if any(other[0] != what for other in signed):
             places = "; ".join(
-                f"rank {rank}: {w} (step {s})" for rank, (w, s, _) in zip(self.members, signed, strict=True)
+                f"rank {rank}: {w} (step {s})" for rank, (w, s, *_) in zip(self.members, signed, strict=True)
             )
             raise PeerError(f"the ranks are at different places, all must come to the same: {places}")
-        return [note for _, _, note in signed]
+        return [note for _, _, note, _ in signed]
 
     def _wait_for_members(self, number: int, what: str, step: int) -> None:
         deadline = time.monotonic() + self.timeout
@@ -97,19 +102,26 @@ class Register:
         if found is not None:
             raise PeerError(f"rank {self.rank}: {doing} cannot end: {found.decode()}")
 
-    def look_around(self, doing: str) -> None:
-        """Raise if what this rank waits for can never come: a rank failed, or waits for this one at a meeting."""
+    def look_around(self, doing: str, needed: dict[int, str], number: int) -> None:
+        """Raise if what this rank waits for can never come: a rank failed, or waits for this one at a meeting.
+
+        `needed`: the ranks that take part in the message, with its course as they count; `number` is its place there.
+        A rank at a meeting that has started the message is no hindrance: it was done sooner, and the rest will come.
+        """
         try:
             self.look_for_failure(doing)
         except StoreGone:
             return  # its host may be done already, while the last message is still on its way here
-        key = f"meet/{self._meetings + 1}/open"
-        if self._store.check([key]):
-            rank, what, step = json.loads(self._store.get(key))
-            raise PeerError(
-                f"rank {self.rank}: {doing} cannot end: rank {rank} is at {what} since its step {step}, "
-                f"and all ranks must come there"
-            )
+        for rank, course in needed.items():
+            key = f"meet/{self._meetings + 1}/{rank}"
+            if rank == self.rank or not self._store.check([key]):
+                continue
+            what, step, _, started = json.loads(self._store.get(key))
+            if started.get(course, 0) < number:
+                raise PeerError(
+                    f"rank {self.rank}: {doing} cannot end: rank {rank} is at {what} since its step {step}, "
+                    f"and all ranks must come there"
+                )
 
     def fail(self, text: str) -> None:
         """The first to fail is the one that everybody names; with gossip, it is dropped and the others go on."""
