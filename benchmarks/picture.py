@@ -72,7 +72,7 @@ def main(runs: Path, out: Path) -> None:
 
 def title(record: Record) -> str:
     return (
-        f"Test {metric_name(record.metric)} of the agreed model over training time: {record.task}, "
+        f"Test {metric_name(record.metric)} over training time: {record.task}, "
         f"{record.parameters / 1e6:.2f} M parameters, {record.workers} hosts, {link_text(record.link)}"
     )
 
