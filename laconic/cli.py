@@ -226,7 +226,7 @@ class Demo:
             _fail(f"{error}; the demo goes on without emulation, so the wire is not what slows it down", 0)
             link = "none"
         chosen = ",".join(name for name in names() if name not in skipped)
-        this = Compare(methods=chosen, link=link, steps=60, evaluations=6, target_accuracy=0.9, out=self.out)
+        this = Compare(methods=chosen, link=link, steps=45, evaluations=9, target_accuracy=0.9, out=self.out)
         this.overwrite = self.overwrite
         return this.run({"model": "wide"})
 
