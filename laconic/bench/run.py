@@ -206,7 +206,7 @@ def _sum_up(record: Record, told: list[Told]) -> None:
         (step, _mean([worker.losses[i][1] for worker in told])) for i, (step, _) in enumerate(first.losses)
     ]
     steps = len(first.steps)
-    steady = max(1, steps - STEADY_AFTER) if steps > STEADY_AFTER else steps
+    steady = steps - STEADY_AFTER if steps > STEADY_AFTER else steps
     seconds = _mean([(worker.seconds[-1] - worker.steady_seconds) / steady for worker in told])
     last = [worker.readings[-1] for worker in told]
     record.split = Split(seconds, None, None, None)

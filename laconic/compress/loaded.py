@@ -9,15 +9,15 @@ import torch
 
 from laconic import anchor
 from laconic.compress.feedback import encode_with_feedback
+from laconic.compress.quantizers import Uniform
 from laconic.compress.spec import NAMES
 
 _x = torch.linspace(-1, 1, 1 << 16)  # as large as the anchor wants for its kernels
-for _kind in NAMES.values():
-    for _compressor in {_kind(), *([_kind(stochastic=True)] if "stochastic" in _kind.__dataclass_fields__ else [])}:  # type: ignore[attr-defined,call-arg]
-        _code = encode_with_feedback(_compressor, _x, torch.zeros_like(_x))
-        _compressor.encode(_x)
-        _compressor.decode(_code, _x.numel())
-        _compressor.decode_add(_code, torch.zeros_like(_x))
+for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=True)]:
+    _code = encode_with_feedback(_compressor, _x, torch.zeros_like(_x))
+    _compressor.encode(_x)
+    _compressor.decode(_code, _x.numel())
+    _compressor.decode_add(_code, torch.zeros_like(_x))
 _anchor, _ = anchor.lay_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)

@@ -10,7 +10,6 @@ from laconic.methods.divisible import Divisible as Divisible
 from laconic.methods.efficient_adam import EfficientAdam as EfficientAdam
 from laconic.methods.local_sgd import LocalSGD as LocalSGD
 from laconic.methods.qsgd import QSGD as QSGD
-from laconic.names import look_up
 
 METHODS: dict[str, type[Method]] = {
     "allreduce": AllReduce,
@@ -21,8 +20,3 @@ METHODS: dict[str, type[Method]] = {
     "divisible": Divisible,
     "a2cid2": A2CiD2,
 }
-
-
-def find(name: str) -> type[Method]:
-    """The method of this name; an unknown one raises with the near misses."""
-    return look_up("method", name, METHODS)
