@@ -1,8 +1,7 @@
 """The figures of ADPSGD: its own work, against a constant period, against quantization, and its speed-ups.
 
 python benchmarks/adpsgd.py own-work
-python benchmarks/adpsgd.py constant --task fashion --out runs/adpsgd-constant
-python benchmarks/adpsgd.py quantization --task fashion --out runs/adpsgd-quantization
+python benchmarks/adpsgd.py training --task fashion --out runs/adpsgd-fashion
 python benchmarks/adpsgd.py speed --out runs/adpsgd-speed                          (as root: links are emulated)
 """
 
@@ -139,25 +138,48 @@ def run_all(names: list[str], plan: Plan, seeds: int, out: Path) -> list[Record]
 def describe(record: Record) -> str:
     if record.status != "ok":
         return f"{record.name}: failed, {record.reason.splitlines()[-1]}"
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in summary(record).items())
+    return f"{record.name}, link {record.link}, seed {record.seed}: {figures}"
+
+
+def summary(record: Record) -> dict[str, float]:
     last = record.points[-1]
-    mean = statistics.fmean(loss for step, loss in record.train_loss[-3:])
-    method = ", ".join(f"{name} {value:.4g}" for name, value in last.method.items())
-    return (
-        f"{record.name}, link {record.link}, seed {record.seed}: {record.metric} {last.values[record.metric]:.4f}, "
-        f"train loss {mean:.4f}, {last.payload_nbytes / 1e6:.2f} MB, {record.seconds:.1f} s; {method}"
-    )
+    figures = {
+        record.metric: last.values[record.metric],
+        # of the last quarter of the evaluated steps: the mean over workers of the loss of their batches
+        "train_loss": statistics.fmean(loss for _, loss in record.train_loss[-(len(record.train_loss) // 4) :]),
+        "MB": last.payload_nbytes / 1e6,
+        "seconds": record.seconds,
+    }
+    if "rounds" in last.method:
+        figures["rounds"] = last.method["rounds"]
+        figures["variance, mean over steps"] = statistics.fmean(point.method["variance"] for point in record.points)
+        figures["variance, mean over rounds"] = last.method["mean_variance"]
+    return figures
 
 
-def constant(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[Record]:
-    """Figure 1: the same budget of rounds, spent evenly or as the variance asks."""
-    names = [ADPSGD.format(steps), "local_sgd+period=8", "local_sgd+period=4", "allreduce"]
-    return run_all(names, Plan(task, workers, steps), seeds, out)
+def print_means(records: list[Record]) -> None:
+    """A line for each way: means over seeds, with the least and the greatest."""
+    columns = list(dict.fromkeys(name for record in records for name in summary(record)))
+    print("| way |" + "".join(f" {name} |" for name in columns))
+    print("|---|" + "---|" * len(columns))
+    for way in dict.fromkeys(record.name for record in records):
+        runs = [summary(record) for record in records if record.name == way]
+        cells = []
+        for name in columns:
+            values = [figures[name] for figures in runs if name in figures]
+            cells.append(f"{statistics.fmean(values):.4g} ({min(values):.4g} – {max(values):.4g})" if values else "")
+        print(f"| {way} | " + " | ".join(cells) + " |")
 
 
-def quantization(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[Record]:
-    """Figure 2: bytes and training loss against QSGD(8); and what a compressor adds to ADPSGD."""
-    names = [ADPSGD.format(steps), "qsgd", ADPSGD.format(steps) + "+compressor=uniform:4"]
-    return run_all(names, Plan(task, workers, steps), seeds, out)
+def training(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[Record]:
+    """Figures 1 and 2: the budget of rounds spent evenly or as the variance asks; quantized gradients beside it."""
+    adaptive = ADPSGD.format(steps)
+    names = [adaptive, "local_sgd+period=8", "local_sgd+period=4", "allreduce", "qsgd"]
+    names.append(f"{adaptive}+compressor=uniform:4")
+    records = run_all(names, Plan(task, workers, steps, evaluations=40), seeds, out)
+    print_means(records)
+    return records
 
 
 def speed(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[Record]:
@@ -181,7 +203,7 @@ def speed(task: Task, workers: int, steps: int, seeds: int, out: Path) -> list[R
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["own-work", "constant", "quantization", "speed"])
+    parser.add_argument("figure", choices=["own-work", "training", "speed"])
     parser.add_argument("--task", choices=["digits", "fashion", "cifar10"], default="fashion")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=800)
@@ -192,7 +214,7 @@ def main() -> None:
     if given.figure == "own-work":
         print_own_work(given.repetitions)
         return
-    figure = {"constant": constant, "quantization": quantization, "speed": speed}[given.figure]
+    figure = {"training": training, "speed": speed}[given.figure]
     figure(stepped_task(given.task), given.workers, given.steps, given.seeds, given.out)
 
 
