@@ -26,6 +26,8 @@ from laconic.topology import Topology
 
 T = TypeVar("T")
 
+SMALL_NBYTES = 2**16
+
 
 class DistributedComm(Comm):
     """One channel over all ranks, with a process group of its own."""
@@ -61,7 +63,24 @@ class DistributedComm(Comm):
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         # Out of place the input is still there to look at afterwards; in place it must be looked at now.
         finite_here = is_finite(x) if out is x else None
-        return self._mean("mean", x, _copy(x, out), lambda: is_finite(x) if finite_here is None else finite_here).wait()
+        result = _copy(x, out)
+        if self._backend == "gloo" and _nbytes(x) <= SMALL_NBYTES:
+            self._small_mean(result)
+            self._require_finite(result, lambda: is_finite(x) if finite_here is None else finite_here)
+            return result
+        return self._mean("mean", x, result, lambda: is_finite(x) if finite_here is None else finite_here).wait()
+
+    def _small_mean(self, result: Tensor) -> None:
+        """In place. Each rank averages its share: as many bytes as gloo's ring, but two messages to wait for instead of
+        2(n−1) one after the other, which is what a small vector's time goes to."""
+        shares = torch.tensor_split(result.view(-1), len(self.members))
+        lengths = [share.numel() for share in shares]
+        own = lengths[self.members.index(self.rank)]
+        nbytes = ring_mean_nbytes(_nbytes(result), len(self.members))
+        received = self._all_to_all("mean", shares, [own] * len(shares), nbytes).wait()
+        mean = torch.stack(received).mean(0)
+        answers = self._all_to_all("mean", [mean] * len(shares), lengths, 0).wait()
+        torch.cat(answers, out=result.view(-1))
 
     def mean_async(self, x: Tensor) -> Pending[Tensor]:
         finite_here = is_finite(x)
@@ -87,14 +106,17 @@ class DistributedComm(Comm):
     ) -> Pending[list[Tensor]]:
         return self._all_to_all("all_to_all_async", chunks, lengths)
 
-    def _all_to_all(self, verb: str, chunks: Sequence[Tensor], lengths: Sequence[int] | None) -> Pending[list[Tensor]]:
+    def _all_to_all(
+        self, verb: str, chunks: Sequence[Tensor], lengths: Sequence[int] | None, nbytes: int | None = None
+    ) -> Pending[list[Tensor]]:
+        """`nbytes` is what the meter shall count; by default what leaves this rank."""
         place = self.members.index(self.rank)
         output_splits = check_lengths(chunks, lengths, place, len(self.members))
         sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
         received = sent.new_empty(sum(output_splits))
         return self._send(
             verb,
-            _nbytes(sent) - _nbytes(chunks[place]),
+            _nbytes(sent) - _nbytes(chunks[place]) if nbytes is None else nbytes,
             lambda: dist.all_to_all_single(
                 received,
                 sent,
@@ -203,14 +225,17 @@ class DistributedComm(Comm):
         start = time.monotonic()
         try:
             while True:
+                # An error of a wait that began before the end may be its time-out, with the end just after it.
+                had_ended = work.is_completed()
                 try:
                     work.wait(timedelta(seconds=SLICE))
                     return
                 except (RuntimeError, TimeoutError) as error:
-                    over = time.monotonic() - start > self._register.timeout
-                    if work.is_completed():
+                    if had_ended:
                         raise self._register.roll_call(doing, first_line(error)) from error
-                    if over:
+                    if work.is_completed():
+                        continue
+                    if time.monotonic() - start > self._register.timeout:
                         raise self._register.roll_call(doing, f"waited {self._register.timeout:g} s") from error
                     self._register.look_around(doing, needed, number)
         finally:

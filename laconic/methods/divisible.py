@@ -33,8 +33,8 @@ class Divisible(Method):
     """Each worker steps alone; what it moved is averaged in two ways: a little of it at once, all of it somewhat later.
 
     Foreground: in each step another d/ratio of the coordinates become the mean, and everyone waits for that.
-    Background: in each step another d/period of them are sent on a channel of their own, and the mean is applied a
-    fixed number of steps later, for which nobody waits as long as the link keeps up.
+    Background: in `period` steps all of them are sent, piece by piece, on a channel of their own. A piece's mean is
+    applied a fixed number of steps later, for which nobody waits as long as the link keeps up.
 
     Args:
         ratio: R; the foreground message is ⌈d/R⌉ long.
@@ -46,7 +46,8 @@ class Divisible(Method):
             averaged in the background, which for Adam makes it three times as large, and takes no compressor.
         background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
-        delay: steps from sending a background message to applying it. A mean of codes takes two messages.
+        delay: steps from sending a background message to applying it. A mean of codes takes two messages, so with a
+            compressor there is a piece every second step.
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or of what
     the compressor makes of them, for c = 1 vector ("local"), 2 ("corrected") or 1 + those averaged.
@@ -156,9 +157,12 @@ class Divisible(Method):
         worker.x[block] += mean - e
 
     def _send(self, worker: Replica, mean: Mean) -> None:
-        """The next piece: its e becomes s, so that nothing is sent twice."""
+        """The next piece: its e becomes s, so that nothing is sent twice. One message a step starts, new or second."""
+        every = min(mean.messages, self._period())
+        if worker.step % every:
+            return
         row = mean.layout.row
-        stop = min(self.column + -(-row // self._period()), row)
+        stop = min(self.column + -(-row * every // self._period()), row)
         parts = mean.layout.parts(self.column, stop)
         self.column = stop % row
         given = [self.residual(worker.x, parts)]
@@ -216,6 +220,9 @@ class Divisible(Method):
     def _measure(self, worker: Replica, mean: Mean, pace: Pace, computed: float) -> None:
         """Wait for the messages on their way now, to see how long they take. They are applied when they are due."""
         comm = worker.comm
+        started = [piece for piece in self._flying if piece.due == worker.step + self.delay]
+        if not started:
+            return
         times = [comm.now()]
         for piece in self._flying:
             piece.wait()
@@ -225,7 +232,8 @@ class Divisible(Method):
         times.append(comm.now())
         transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
         if self._left is not None:
-            pace.add(worker.step, computed - self._left, transfer * mean.layout.row / self._flying[-1].lengths[0])
+            columns = sum(piece.lengths[0] for piece in started)
+            pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
 
     def _note_waiting(self, comm: Comm) -> None:
         now = comm.now()

@@ -85,6 +85,7 @@ class Piece:
 
 class Mean(Protocol):
     layout: Layout
+    messages: int  # about one piece, one after the other
 
     def send(self, piece: Piece) -> None:
         """Start. May change `given` into what a coarser message can carry."""
@@ -94,6 +95,8 @@ class Mean(Protocol):
 
 
 class PlainMean:
+    messages = 1
+
     def __init__(self, comm: Comm, d: int) -> None:
         self.layout = Layout(d, 1)
         self._comm = comm
@@ -108,6 +111,8 @@ class PlainMean:
 
 class CodedMean:
     """`residuals`: of each vector, what this rank as the owner of its row has not yet passed on (row)."""
+
+    messages = 2
 
     def __init__(self, comm: Comm, x: Tensor, compressor: Compressor) -> None:
         self.layout = Layout(x.numel(), comm.size)

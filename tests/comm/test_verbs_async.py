@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.comm import Comm, Solo
+from laconic.comm import Comm, Meter, Solo
+from laconic.comm.distributed import DistributedComm
+from laconic.comm.register import Register
 
 
 def in_a_worker(fn: Any) -> Any:
@@ -73,6 +77,40 @@ def test_a_rank_that_never_comes_is_named_by_who_waits() -> None:
     with pytest.raises(laconic.WorkerFailed, match="lost the data") as caught:
         laconic.spawn(in_a_worker(run), 2)
     assert caught.value.rank == 1
+
+
+class EndsJustAfterASlice:
+    """A message whose wait times out, and which has arrived by the time one looks."""
+
+    def __init__(self, error: str) -> None:
+        self._error, self._ended = error, False
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._ended:
+            self._ended = True
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        return self._ended
+
+
+def test_a_message_that_arrives_just_after_a_slice_of_waiting_is_no_failure() -> None:
+    comm = object.__new__(DistributedComm)
+    failures = []
+
+    def roll_call(doing: str, why: str) -> RuntimeError:
+        failures.append(why)
+        return RuntimeError(why)
+
+    comm._register = cast(Register, SimpleNamespace(members=[0, 1], timeout=60.0, roll_call=roll_call))
+    comm.meter, comm._name, comm._course = Meter(), "foreground", "foreground-0"
+    comm._wait("mean", cast(Any, EndsJustAfterASlice("")), None, 0)
+    assert failures == []
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        comm._wait("mean", cast(Any, EndsJustAfterASlice("Connection reset by peer")), None, 0)
+    assert failures == ["Connection reset by peer"]
 
 
 @pytest.mark.parametrize(

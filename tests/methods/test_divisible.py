@@ -363,9 +363,10 @@ def test_payload_is_the_formula() -> None:
 
     foreground = steps * round(2 * (n - 1) / n * 4 * 10)
     plain = steps * round(2 * (n - 1) / n * 4 * d / 5)
-    # The last piece has not been passed on yet.
-    message = (n - 1) * (4 + -(-3 * (d // 5 // n) // 8))  # one block's scale and 3 bits an entry
-    background = [plain, steps * message + (steps - 1) * message, 3 * plain, 2 * plain]
+    # Coded, a message starts in each step from the second on, of 2/5, 2/5 and 1/5 of each row; 250 are a row.
+    messages = [(n - 1) * (4 + -(-3 * columns // 8)) for columns in (100, 100, 50)]  # a scale and 3 bits an entry
+    coded = sum(2 * messages[piece] for piece in (0, 1, 2, 0)) + messages[1]
+    background = [plain, coded, 3 * plain, 2 * plain]
     assert laconic.spawn(run, n) == [[(foreground, nbytes) for nbytes in background]] * n
 
 
