@@ -1,11 +1,13 @@
-"""What Divisible costs and buys: its own work, seconds a step on emulated links, accuracy at equal steps.
+"""What Divisible costs and buys: its own work, seconds a step where links are slow, accuracy at equal steps.
 
     python benchmarks/divisible.py own-work
-    python benchmarks/divisible.py speed --rho 6.0 --ratio 1024 --workers 2
-    python benchmarks/divisible.py slow --workers 4
-    python benchmarks/divisible.py accuracy --partition classes:2 --ratio 128
+    python benchmarks/divisible.py speed --figure cifar10            (as root: links are emulated)
+    python benchmarks/divisible.py accuracy --task fashion --ratio 1024
+    python benchmarks/divisible.py accuracy --task fashion --partition classes:2 --ratio 128 --moments corrected
 
-Each line of output is one result in JSON; `--out` appends it to a file too.
+`speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `--out` keeps the runs as runs.jsonl.
+The slow network is a comparison: `laconic compare --methods none,ddp,powersgd,divisible --task fashion --workers 4
+--link 100mbit --steps 300 --target-accuracy 0.85 --out runs/divisible`.
 """
 
 from __future__ import annotations
@@ -13,24 +15,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import laconic
 from laconic import compress, tasks
+from laconic.bench.compare import rate_for
+from laconic.bench.record import Record, RunsFile
+from laconic.bench.run import Plan, run
+from laconic.bench.ways import Asked, MethodWay, ask
 from laconic.comm import Pending, Solo
 from laconic.comm.solo import Arrived
-from laconic.emulate import Link, Network
-
-WARMUP = 30  # steps that no timing counts: "auto" measures in them
 
 
 class Echo(Solo):
@@ -95,150 +96,124 @@ class Barrier(laconic.Method):
         worker.comm.mean(torch.zeros(1))
 
 
-def train(
-    task: tasks.Task, method: laconic.Method | None, steps: int, seed: int, evaluate_every: int = 0
-) -> dict[str, Any]:
-    """In one worker: the user's loop. Without a method it is torch's DDP. Evaluating is not in the seconds."""
-    torch.manual_seed(seed)
-    model = task.build_model()
-    if method is None:
-        dist.init_process_group("gloo")
-        wrapped: torch.nn.Module = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = task.build_optimizer(model)
-        durations, curve = loop(task, wrapped, optimizer, dist.get_rank(), dist.get_world_size(), steps, seed, 0, None)
-        return {"durations": durations, "curve": curve, "final": task.evaluate(model)}
-    optimizer = task.build_optimizer(model)
-    with laconic.Worker(model, optimizer, method) as worker:
-        durations, curve = loop(task, model, optimizer, worker.rank, worker.size, steps, seed, evaluate_every, worker)
-        metrics = worker.method.metrics()
-        nbytes = {name: worker.meter.total.nbytes(name) / steps for name in ("foreground", "background")}
-    final = task.evaluate(model) if worker.rank == 0 else {}
-    return {"durations": durations, "curve": curve, "final": final, "metrics": metrics, "nbytes_a_step": nbytes}
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A pair of the paper, where sending the whole update takes `rho` times as long as computing a step."""
+
+    task: tasks.Task
+    rho: float
+    divisible: str  # the way
+    goal: float  # speed-up over full communication without overlap: 90 % of the paper's
 
 
-def loop(
-    task: tasks.Task,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rank: int,
-    size: int,
-    steps: int,
-    seed: int,
-    evaluate_every: int,
-    worker: laconic.Worker | None,
-) -> tuple[list[float], list[tuple[int, float]]]:
-    """Seconds of each step, and (step, metric) of the agreed model."""
-    shard, schedule = task.load(rank, size, seed), task.build_schedule(optimizer, steps)
-    durations, curve = [], []
-    for step in range(steps):
-        start = time.monotonic()
-        task.loss(model, shard.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if schedule is not None:
-            schedule.step()
-        durations.append(time.monotonic() - start)
-        if worker is not None and evaluate_every and (step + 1) % evaluate_every == 0:
-            with worker.consensus() as agreed:
-                curve.append((step + 1, task.evaluate(agreed)[task.metric]))
-    return durations, curve
+FIGURES = {
+    "cifar10": Figure(tasks.find_task("fashion")(batch_size=512), 6.0, "divisible+ratio=1024", 6.3),
+    "cifar10-non-iid": Figure(
+        tasks.find_task("fashion")(batch_size=512, partition="classes:2"),
+        5.7,
+        "divisible+ratio=128+moments=corrected",
+        5.8,
+    ),
+    "imagenet": Figure(tasks.find_task("fashion")(batch_size=512), 2.6, "divisible+ratio=64", 3.2),
+    "wmt16": Figure(tasks.find_task("translate")(batch_size=128), 6.4, "divisible+ratio=128", 6.3),
+}
+STEPS = {
+    "none": 40,
+    "barrier": 40,
+    "divisible": 80,
+    "allreduce": 16,
+    "ddp": 16,
+}  # "auto" measures in the first 20 or so
 
 
-def seconds_a_step(result: dict[str, Any]) -> float:
-    return statistics.median(result["durations"][WARMUP:])
-
-
-def speed(task: tasks.Task, rho: float, ratio: int, workers: int, steps: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Seconds a step where sending the whole update takes `rho` times as long as computing a step."""
-    alone = laconic.spawn(train, workers, task, laconic.LocalSGD(10**9), steps, seed)[0]
-    floor = seconds_a_step(alone)
-    d = sum(p.numel() for p in task.build_model().parameters() if p.requires_grad)
-    link = Link(round(8 * 2 * (workers - 1) / workers * 4 * d / (rho * floor)))
-    coded = laconic.Divisible(ratio, background=compress.parse("uniform:4"))
-    methods: dict[str, laconic.Method | None] = {"allreduce": laconic.AllReduce(), "barrier": Barrier(), "ddp": None}
-    methods |= {"divisible identity": laconic.Divisible(ratio, background=None), "divisible uniform:4": coded}
-    yield {"method": "alone", "seconds": floor, "mbit": link.bits_per_second / 1e6}
-    full = 0.0
-    for name, method in methods.items():
-        with Network([link] * workers) as network:
-            result = laconic.spawn(train, workers, task, method, steps, seed, hosts=network.hosts)[0]
-        seconds = seconds_a_step(result)
-        full = full or seconds
-        row = {"method": name, "seconds": seconds, "speed-up": round(full / seconds, 2), "rho": rho, "ratio": ratio}
-        yield {**row, **result.get("metrics", {})}
-
-
-def slow(task: tasks.Task, link: Link, workers: int, steps: int, seed: int, target: float) -> Iterator[dict[str, Any]]:
-    """Seconds a step and to the target on one slow link. (DDP and PowerSGD: `laconic compare` has the peers.)"""
-    for name in ("identity", "uniform:4", "sign"):
-        coder = None if name == "identity" else compress.parse(name)
-        with Network([link] * workers) as network:
-            method = laconic.Divisible(1024, background=coder)
-            result = laconic.spawn(train, workers, task, method, steps, seed, 25, hosts=network.hosts)[0]
-        reached = next((step for step, value in result["curve"] if value >= target), None)
-        seconds = sum(result["durations"][:reached]) if reached else None
-        yield {"background": name, "seconds": seconds_a_step(result), "to target": seconds, **result["metrics"]}
+def speed(figure: Figure, workers: int, seed: int, out: Path | None) -> None:
+    """Seconds a step of each way, in one go over one link rate."""
+    plan = Plan(figure.task, workers, 1, seed, evaluations=4, rho=figure.rho)
+    plan = dataclasses.replace(plan, link=rate_for(figure.rho, plan))
+    ways = {name: ask(name) for name in ("none", "allreduce", "ddp")}
+    ways["barrier"] = Asked("barrier", "barrier", MethodWay(Barrier()))
+    ways["divisible"] = ask(figure.divisible)
+    seconds, waiting = {}, {}
+    records = {name: keep(run(ways[name], dataclasses.replace(plan, steps=STEPS[name])), out) for name in STEPS}
+    for name, record in records.items():
+        begin, end = record.points[0], record.points[-1]
+        seconds[name] = (end.seconds - begin.seconds) / (end.step - begin.step)
+        assert record.split is not None
+        waiting[name] = 100 * (record.split.waiting or 0.0) / record.split.step
+    ms = " | ".join(f"{1e3 * seconds[name]:.1f}" for name in STEPS)
+    gain = [f"{seconds[name] / seconds['divisible']:.2f}" for name in ("allreduce", "ddp")]
+    period = records["divisible"].points[-1].method["period"]
+    print(
+        f"| {figure.rho} | {figure.divisible} | {seed} | {plan.link} | {ms} | {gain[0]} | {figure.goal} | {gain[1]} | "
+        f"{waiting['barrier']:.1f} | {waiting['divisible']:.1f} | {period:.0f} |",
+        flush=True,
+    )
 
 
 def accuracy(
-    task: tasks.Task, ratio: int, period: int, workers: int, steps: int, seeds: int, rates: list[float]
-) -> Iterator[dict[str, Any]]:
-    """The agreed model at equal steps on loopback: full communication, and Divisible with a period as on a link."""
-    moments = "local" if task.partition == "iid" else "corrected"
-    methods = {
-        "allreduce": laconic.AllReduce(),
-        "divisible identity": laconic.Divisible(ratio, period, moments, None),
-        "divisible uniform:4": laconic.Divisible(ratio, period, moments, compress.parse("uniform:4")),
-    }
-    for (name, method), lr, seed in itertools.product(methods.items(), rates, range(seeds)):
-        run = dataclasses.replace(task, lr=lr)
-        result = laconic.spawn(train, workers, run, method, steps, seed)[0]
-        yield {"method": name, "lr": lr, "seed": seed, "partition": task.partition, **result["final"]}
+    task: tasks.Task, ways: Sequence[str], workers: int, steps: int, seeds: range, rates: list[float], out: Path | None
+) -> None:
+    """The agreed model at equal steps on loopback."""
+    print(f"| way | learning rate | {task.metric} of each seed | mean |")
+    print("|---|---|---|---|")
+    for way, lr in itertools.product(ways, rates):
+        values = []
+        for seed in seeds:
+            plan = Plan(dataclasses.replace(task, lr=lr), workers, steps, seed)
+            values.append(keep(run(ask(way), plan), out).points[-1].values[task.metric])
+        each = " ".join(f"{value:.4f}" for value in values)
+        print(f"| {way} | {lr:g} | {each} | {statistics.fmean(values):.4f} |", flush=True)
+
+
+def keep(record: Record, out: Path | None) -> Record:
+    if record.status != "ok":
+        raise RuntimeError(record.reason)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        RunsFile(out).append(record)
+    return record
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["own-work", "speed", "slow", "accuracy"])
+    parser.add_argument("what", choices=["own-work", "speed", "accuracy"])
+    parser.add_argument("--figure", choices=FIGURES, nargs="+", default=list(FIGURES))
     parser.add_argument("--task", default="fashion")
     parser.add_argument("--partition", default="iid")
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--moments", default="local")
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rho", type=float, default=6.0)
     parser.add_argument("--ratio", type=int, default=1024)
     parser.add_argument("--period", type=int, default=4)
-    parser.add_argument("--mbit", type=float, default=100.0)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
-    parser.add_argument("--target", type=float, default=0.85)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3])
     parser.add_argument("--d", type=int, default=4_000_000)
     parser.add_argument("--out", type=Path)
     o = parser.parse_args()
-
-    def show(rows: Iterable[dict[str, Any]]) -> None:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-            if o.out:
-                with open(o.out, "a") as file:
-                    file.write(json.dumps({"what": o.what, **row}) + "\n")
-
-    if o.what == "own-work":
-        for coder, kind, period in itertools.product(
-            ("identity", "uniform:4", "log:4", "sign"), ("local", "corrected"), (1, 2, 4, 8)
-        ):
-            background = None if coder == "identity" else compress.parse(coder)
-            method = laconic.Divisible(o.ratio, period, kind, background)
-            show([{"background": coder, "moments": kind, "period": period, **own_work(o.d, method)}])
-        return
-    task = tasks.find_task(o.task)(batch_size=o.batch_size, partition=o.partition)
-    if o.what == "accuracy":
-        show(accuracy(task, o.ratio, o.period, o.workers, o.steps, o.seeds, o.rates))
-        return
-    for seed in range(o.seeds):
-        if o.what == "speed":
-            show(speed(task, o.rho, o.ratio, o.workers, o.steps, seed))
-        else:
-            show(slow(task, Link(round(o.mbit * 1e6)), o.workers, o.steps, seed, o.target))
+    seeds = range(o.seed, o.seed + o.seeds)
+    match o.what:
+        case "own-work":
+            print("| background | moments | period | copy, ms | copies a step |")
+            print("|---|---|---|---|---|")
+            for coder, moments, period in itertools.product(
+                ("identity", "uniform:4", "log:4", "sign"), ("local", "corrected"), (1, 2, 4, 8)
+            ):
+                background = None if coder == "identity" else compress.parse(coder)
+                work = own_work(o.d, laconic.Divisible(o.ratio, period, moments, background))
+                print(f"| {coder} | {moments} | {period} | {work['copy_ms']} | {work['copies']} |", flush=True)
+        case "speed":
+            print(
+                f"| ρ | way | seed | link | {' | '.join(f'{name}, ms' for name in STEPS)} | × allreduce | asked for | "
+                f"× ddp | barrier waits, % | divisible waits, % | period |"
+            )
+            print("|" + "---|" * (10 + len(STEPS)))
+            for seed, name in itertools.product(seeds, o.figure):
+                speed(FIGURES[name], o.workers or 2, seed, o.out)
+        case "accuracy":
+            task = tasks.find_task(o.task)(partition=o.partition)
+            divisible = f"divisible+ratio={o.ratio}+period={o.period}+moments={o.moments}"
+            accuracy(task, ("allreduce", divisible), o.workers or 4, o.steps, seeds, o.rates, o.out)
 
 
 if __name__ == "__main__":
