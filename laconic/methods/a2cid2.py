@@ -6,6 +6,7 @@ Nabli, Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in 
     dx = η(x̃ − x)dt − γg dN − ½ Σ_j (x − x_j) dM_j        dx̃ = η(x − x̃)dt − γg dN − α̃ Σ_j (x − x_j) dM_j
 
 Kept here is δ = x̃ − x instead of x̃: the own steps leave it alone, and mixing over a time Δ is x += cδ, δ *= 1 − 2c.
+Both are kept up to factors, so that mixing costs no pass over the vectors until x itself must be right.
 Clocks are counted in ∫η dt, so the ends of an exchange need not have the same η, only the same moment and the same α̃.
 """
 
@@ -26,6 +27,7 @@ from laconic.method import Method, Replica, check_count, state
 from laconic.topology import TOPOLOGIES, Topology, named
 
 MEMORY = 100  # steps over which "auto" measures its rate
+SMALL = 1e-3  # δ's factor is brought back to 1 below this
 
 
 def mixing(elapsed: float) -> tuple[float, float]:
@@ -57,25 +59,28 @@ class A2CiD2(Method):
     background: bool = True
     slack: int = 8
 
-    delta: Tensor = state()  # x̃ − x (d)
-    correction: Tensor = state()  # (d) what exchanges and mixing have added to x since the last step boundary
+    delta: Tensor = state()  # (d) x̃ − x = scale · delta
+    scale: float = state(0.0)
+    correction: Tensor = state()  # (d) what exchanges and mixing have added to x since the last step boundary is
+    drift: float = state(0.0)  # correction + drift · delta
     clock: float = state(0.0)  # this worker's time, ∫η dt; it never falls behind that of a peer it has met
     mixed: float = state(0.0)  # x and δ are mixed up to here
-    pace: float = state(1.0)  # exchanges a step, as measured here and averaged with the peers
+    steps: int = state(0)  # made so far by this worker
+    pace: float = state(0.0)  # exchanges a step, as measured here and averaged with the peers
     sought: int = state(0)  # exchanges that should have been made by now
     credit: float = state(0.0)  # the same for matchings: exchanges a worker that are still to be made
     exchanges: int = state(0)  # made so far by this worker
 
     partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # the same, by peer
-    _start: Tensor = field(init=False, repr=False, compare=False)  # (d) x at the last step boundary
-    _sent: Tensor = field(init=False, repr=False, compare=False)  # (d)
     _x: Tensor = field(init=False, repr=False, compare=False)
+    _own: Tensor = field(init=False, repr=False, compare=False)  # x, or a copy of it while x is lent
+    _sent: Tensor = field(init=False, repr=False, compare=False)  # (d)
+    _corrected: bool = field(init=False, repr=False, compare=False, default=False)  # else `correction` is to be ignored
+    _agreeing: bool = field(init=False, repr=False, compare=False, default=False)
     _rank: int = field(init=False, repr=False, compare=False)
     _graph: Topology = field(init=False, repr=False, compare=False)
     _gossip: Gossip | None = field(init=False, repr=False, compare=False, default=None)
     _before: int = field(init=False, repr=False, compare=False, default=0)  # exchanges made before this gossip's first
-    _agreeing: bool = field(init=False, repr=False, compare=False, default=False)
-    _corrected: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.topology, str):
@@ -95,8 +100,8 @@ class A2CiD2(Method):
         self._graph = named(self.topology, size) if isinstance(self.topology, str) else self.topology
         if self._graph.nodes != tuple(range(size)):
             raise ValueError(f"topology must be of the {size} workers there are, not of {self._graph.size}")
-        self._x, self._rank = worker.x, worker.comm.rank
-        self._start, self._sent = worker.x.clone(), torch.empty_like(worker.x)
+        self._rank = worker.comm.rank
+        self._x, self._own, self._sent = worker.x, worker.x, torch.empty_like(worker.x)
         self.delta = torch.zeros_like(worker.x)
         self.correction = torch.zeros_like(worker.x)
         if self.background and size > 1:
@@ -110,12 +115,17 @@ class A2CiD2(Method):
             for pair in self._matchings(worker.generator):
                 if worker.comm.rank in pair:
                     converse(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank)
-                    self._settle(self.mixed)
+                    self._settle()
             return
         with self._gossip:
             self._graph = self._gossip.topology
             self._cross_boundary()
         self._seek(self._gossip, worker)
+
+    def pause(self, worker: Replica) -> None:
+        if self._gossip is not None:
+            with self._gossip:
+                self._own = self._x.clone()  # x may be lent; exchanges go on, and must not see the agreed model
 
     def drain(self, worker: Replica) -> None:
         if self._gossip is None:
@@ -123,17 +133,20 @@ class A2CiD2(Method):
         self._gossip.close()
         self._graph = self._gossip.topology
         # At a common time the mean of x is the mean of x₀ and of all own steps, exactly.
-        self._settle(max(worker.comm.meet("the end of gossip", self.clock)))
+        self._mix(max(worker.comm.meet("the end of gossip", self.clock)))
+        self._settle()
 
     def metrics(self) -> dict[str, float]:
         with_whom = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}
         return {"exchanges": float(self.exchanges), "exchanges_per_step": self.pace, **with_whom}
 
-    # The paper's three rules. Whatever changes x in the background is collected in `correction`.
+    # The paper's three rules. What changes x in the background waits for the next step boundary. The optimizer may be
+    # at work while x is read: then each coordinate is from before or after the own step, and every rule here is for
+    # each coordinate by itself.
 
     def exchange(self, peer: int) -> Dialogue:
         """Both ends agree on a moment, mix to it, send their x, and move by gaps that are exactly opposite."""
-        mine = torch.tensor([self.clock, self._alpha_tilde(), self._rate_now()], dtype=torch.float64)
+        mine = torch.tensor([self.clock, self._alpha_tilde(), self.pace], dtype=torch.float64)
         self._agreeing = True  # the own clock may go on, but x must not be mixed beyond the moment agreed on
         try:
             theirs = yield mine
@@ -142,11 +155,8 @@ class A2CiD2(Method):
         now = max(mine[0].item(), theirs[0].item())
         alpha_tilde = (mine[1].item() + theirs[1].item()) / 2
         self.clock = max(self.clock, now)
-        c, shrinking = mixing(now - self.mixed)
-        self.correction.add_(self.delta, alpha=c)
-        self.delta.mul_(shrinking)
-        self.mixed, self._corrected = now, True
-        sent = torch.add(self._start, self.correction, out=self._sent)
+        self._mix(now)
+        sent = self._current(out=self._sent)
         if not is_finite(sent):
             raise FloatingPointError(
                 f"rank {self._rank}: the parameters hold NaN or infinity, so the gossip of this worker has ended"
@@ -157,31 +167,63 @@ class A2CiD2(Method):
         gap = sent.sub_(received)
         # The own steps since then have left δ alone; where x and δ have been mixed further, so is the jump.
         c, shrinking = mixing(self.mixed - now)
-        self.correction.sub_(gap, alpha=0.5 + c * (alpha_tilde - 0.5))
-        self.delta.sub_(gap, alpha=shrinking * (alpha_tilde - 0.5))
-        self._corrected = True
-        self.pace += (theirs[2].item() - mine[2].item()) / 2 + 1 / MEMORY
+        self._jump(gap, -0.5 - c * (alpha_tilde - 0.5), -shrinking * (alpha_tilde - 0.5))
+        self.pace += (theirs[2].item() - mine[2].item()) / 2 + self._gain()
         self.exchanges += 1
         self.partners[peer] += 1
 
     def _cross_boundary(self) -> None:
         """A gradient step has been made: time goes on by one, and x takes up what came in."""
         self.clock += self._eta()
-        self.pace *= 1 - 1 / MEMORY
-        self._settle(self.mixed if self._agreeing else self.clock)
+        self.steps += 1
+        self.pace *= 1 - self._gain()
+        if not self._agreeing:
+            self._mix(self.clock)
+        self._settle()
 
-    def _settle(self, now: float) -> None:
-        """Between steps: x takes up what came in, is mixed to `now`, and is what exchanges start from."""
+    # x is `_own` + correction + drift · delta, and δ is scale · delta.
+
+    def _mix(self, now: float) -> None:
+        c, shrinking = mixing(now - self.mixed)
+        self.drift += c * self.scale
+        self.scale *= shrinking
+        self.mixed = now
+
+    def _jump(self, by: Tensor, x_factor: float, delta_factor: float) -> None:
+        """x and δ move by these multiples of `by`."""
+        if not delta_factor:
+            self._correct(by, x_factor)
+            return
+        if self.scale < SMALL:
+            if self.drift:
+                self._correct(self.delta, self.drift)
+            self.delta.mul_(self.scale)
+            self.drift, self.scale = 0.0, 1.0
+        in_delta = delta_factor / self.scale
+        self._correct(by, x_factor - self.drift * in_delta)
+        self.delta.add_(by, alpha=in_delta)
+
+    def _correct(self, by: Tensor, factor: float) -> None:
+        if self._corrected:
+            self.correction.add_(by, alpha=factor)
+        else:
+            torch.mul(by, factor, out=self.correction)
+        self._corrected = True
+
+    def _current(self, out: Tensor) -> Tensor:
+        if self._corrected:
+            torch.add(self._own, self.correction, out=out)
+        else:
+            out.copy_(self._own)
+        return out.add_(self.delta, alpha=self.drift) if self.drift else out
+
+    def _settle(self) -> None:
+        """Between steps: x takes up what came in."""
         if self._corrected:
             self._x.add_(self.correction)
-            self.correction.zero_()
-            self._corrected = False
-        if now > self.mixed:
-            c, shrinking = mixing(now - self.mixed)
-            self._x.add_(self.delta, alpha=c)
-            self.delta.mul_(shrinking)
-            self.mixed = now
-        self._start.copy_(self._x)
+        if self.drift:
+            self._x.add_(self.delta, alpha=self.drift)
+        self._corrected, self.drift, self._own = False, 0.0, self._x
 
     # The graph's constants at the rate of now. η is proportional to the rate, α̃ does not depend on it.
 
@@ -195,6 +237,10 @@ class A2CiD2(Method):
 
     def _rate_now(self) -> float:
         return max(self.pace, 1e-6) if self.rate == "auto" else self.rate
+
+    def _gain(self) -> float:
+        """The weight of the latest step in `pace`: of all steps alike at first, so that the start is right too."""
+        return 1 / min(max(1, self.steps), MEMORY)
 
     # When to exchange.
 
@@ -234,14 +280,15 @@ class A2CiD2(Method):
         if self._gossip is not None:
             # Until the next step: no exchange may be in one rank's checkpoint and not in its peer's.
             self._gossip.pause()
+        if not self._corrected:
+            self.correction.zero_()
         return super().state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if self._gossip is not None:
             self._gossip.pause()
         super().load_state_dict(saved)
-        self._start.copy_(self._x)
-        self._corrected = True
+        self._own, self._corrected = self._x, True
         self._before = self.exchanges - (self._gossip.exchanges if self._gossip is not None else 0)
 
 

@@ -106,16 +106,12 @@ class Released(laconic.A2CiD2):
     """The order of the authors' released code: mix between sending and averaging."""
 
     def exchange(self, peer: int) -> Dialogue:
-        sent = self._start + self.correction
+        sent = self._current(torch.empty_like(self._x))
         yield torch.zeros(3)
         received = yield sent
-        c, shrinking = mixing(self.clock - self.mixed)
-        self.correction.add_(self.delta, alpha=c)
-        self.delta.mul_(shrinking)
-        self.mixed, self._corrected = self.clock, True
-        gap = self._start + self.correction - received
-        self.correction.sub_(gap, alpha=0.5)
-        self.delta.sub_(gap, alpha=self._alpha_tilde() - 0.5)
+        self._mix(self.clock)
+        gap = self._current(torch.empty_like(self._x)) - received
+        self._jump(gap, -0.5, 0.5 - self._alpha_tilde())
 
 
 def rough_life(world: World, seed: int, events: int = 300) -> None:
@@ -210,6 +206,37 @@ def test_without_momentum_both_ends_become_their_mean() -> None:
     torch.testing.assert_close(world.workers[3].x, mean)
     torch.testing.assert_close(world.workers[4].x, mean)
     assert not any(method.delta.any() for method in world.methods)
+
+
+def test_a_model_that_is_lent_is_not_sent() -> None:
+    graph = topology.ring(2)
+    world = World(laconic.A2CiD2(graph, rate=1.0), graph, apart=True)
+    own = world.workers[0].x.clone()
+    world.methods[0].pause(world.workers[0])
+    world.workers[0].x.zero_()  # as consensus() puts the agreed model there
+    talk = world.methods[0].exchange(1)
+    assert torch.equal(talk.send(next(talk)), own)
+    talk.close()
+    world.workers[0].x.copy_(own)
+    world.step(0)
+    talk = world.methods[0].exchange(1)
+    assert torch.equal(talk.send(next(talk)), world.workers[0].x)
+    talk.close()
+
+
+def test_auto_knows_its_rate_from_the_start() -> None:
+    """Two exchanges in 20 steps are a rate of 0.1, not what is left of a guess; workers that met think alike."""
+    graph = topology.ring(2)
+    world = World(laconic.A2CiD2(graph, rate="auto"), graph, apart=True)
+    for step in range(20):
+        world.step(0)
+        world.step(1)
+        if step == 0:
+            assert world.methods[0].clock < 1e-5, "no exchange yet, so no momentum yet"
+        if step in (6, 13):
+            world.exchange(0, 1)
+    for method in world.methods:
+        assert method.metrics()["exchanges_per_step"] == pytest.approx(0.1)
 
 
 def test_the_momentum_pays_on_a_ring_of_64() -> None:
