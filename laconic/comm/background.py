@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -226,15 +226,16 @@ class Pairs:
         store.set_timeout(timedelta(seconds=timeout))
         self._switchboard = Switchboard(store, rank, timeout)
         self._wires: dict[int, Wire] = {}
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def swap(self, peer: int, sent: Tensor) -> Tensor:
-        """Send to the peer, which does the same; what it sent is valid until the next swap of this form."""
+        """Send to the peer, which does the same; what it sent is valid until the next swap."""
         outgoing = sent.contiguous().cpu()
-        form = (outgoing.shape, outgoing.dtype)
-        if form not in self._buffers:
-            self._buffers[form] = torch.empty_like(outgoing, pin_memory=sent.is_cuda)
-        received = self._buffers[form]
+        buffer = self._buffers.get(sent.dtype)
+        if buffer is None or buffer.numel() < sent.numel():
+            buffer = torch.empty(sent.numel(), dtype=sent.dtype, pin_memory=sent.is_cuda)
+            self._buffers[sent.dtype] = buffer
+        received = buffer[: sent.numel()].view(sent.shape)
         try:
             if peer not in self._wires:
                 self._wires[peer] = self._switchboard.connect(peer)

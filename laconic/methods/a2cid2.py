@@ -28,6 +28,7 @@ from laconic.topology import TOPOLOGIES, Topology, named
 
 MEMORY = 100  # steps over which "auto" measures its rate
 SMALL = 1e-3  # δ's factor is brought back to 1 below this
+PIECE_NUMEL = 1 << 15  # x is cut into no smaller pieces
 
 
 def mixing(elapsed: float) -> tuple[float, float]:
@@ -48,7 +49,7 @@ class A2CiD2(Method):
             deterministic, and everyone waits for everyone.
         slack: steps that the training may be ahead of `rate` before it waits for exchanges; `"auto"` never waits.
 
-    Bytes an exchange and worker: 4d + 24.
+    Bytes an exchange and worker: 4d + 32.
     """
 
     paper: ClassVar[str] = "arXiv 2306.08289"
@@ -70,13 +71,14 @@ class A2CiD2(Method):
     sought: int = state(0)  # exchanges that should have been made by now
     credit: float = state(0.0)  # the same for matchings: exchanges a worker that are still to be made
     exchanges: int = state(0)  # made so far by this worker
+    lasting: int = state(16)  # own steps during the last exchange, or a guess
 
     partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # the same, by peer
     _x: Tensor = field(init=False, repr=False, compare=False)
     _own: Tensor = field(init=False, repr=False, compare=False)  # x, or a copy of it while x is lent
     _sent: Tensor = field(init=False, repr=False, compare=False)  # (d)
-    _corrected: bool = field(init=False, repr=False, compare=False, default=False)  # else `correction` is to be ignored
-    _agreeing: bool = field(init=False, repr=False, compare=False, default=False)
+    _corrected: list[slice] = field(init=False, repr=False, compare=False, default_factory=list)  # the rest is 0
+    _exchanging: bool = field(init=False, repr=False, compare=False, default=False)
     _rank: int = field(init=False, repr=False, compare=False)
     _graph: Topology = field(init=False, repr=False, compare=False)
     _gossip: Gossip | None = field(init=False, repr=False, compare=False, default=None)
@@ -140,34 +142,35 @@ class A2CiD2(Method):
         with_whom = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}
         return {"exchanges": float(self.exchanges), "exchanges_per_step": self.pace, **with_whom}
 
-    # The paper's three rules. What changes x in the background waits for the next step boundary. The optimizer may be
-    # at work while x is read: then each coordinate is from before or after the own step, and every rule here is for
-    # each coordinate by itself.
+    # The paper's three rules. Each is for each coordinate by itself, and an own step moves x and x̃ alike. So x may go
+    # in pieces, read while the optimizer is at work or after some more own steps: what counts is that both ends have
+    # mixed to the same moment, and use the gap between what was really sent.
 
     def exchange(self, peer: int) -> Dialogue:
-        """Both ends agree on a moment, mix to it, send their x, and move by gaps that are exactly opposite."""
-        mine = torch.tensor([self.clock, self._alpha_tilde(), self.pace], dtype=torch.float64)
-        self._agreeing = True  # the own clock may go on, but x must not be mixed beyond the moment agreed on
+        """Both ends agree on a moment, mix to it, send their x, and move by gaps that are exactly opposite.
+
+        Until the end they mix no further. x goes in as many pieces as the exchange takes steps: each is sent as it is
+        then and its gap applied when it comes, or the gaps would be as old as the exchange is long.
+        """
+        began = self.steps
+        mine = torch.tensor([self.clock, self._alpha_tilde(), self.pace, self.lasting], dtype=torch.float64)
+        self._exchanging = True
         try:
             theirs = yield mine
+            now, _, _, lasting = torch.maximum(mine, theirs).tolist()
+            alpha_tilde = (mine[1].item() + theirs[1].item()) / 2
+            self.clock = max(self.clock, now)
+            self._mix(now)
+            if alpha_tilde != 0.5:
+                self._rescale()  # else δ stays 0
+            for piece in self._pieces(int(lasting)):
+                sent = self._current(piece)
+                self._require_finite(sent)
+                received = yield sent
+                self._jump(piece, sent.sub_(received), -0.5, 0.5 - alpha_tilde)
         finally:
-            self._agreeing = False
-        now = max(mine[0].item(), theirs[0].item())
-        alpha_tilde = (mine[1].item() + theirs[1].item()) / 2
-        self.clock = max(self.clock, now)
-        self._mix(now)
-        sent = self._current(out=self._sent)
-        if not is_finite(sent):
-            raise FloatingPointError(
-                f"rank {self._rank}: the parameters hold NaN or infinity, so the gossip of this worker has ended"
-            )
-
-        received = yield sent
-
-        gap = sent.sub_(received)
-        # The own steps since then have left δ alone; where x and δ have been mixed further, so is the jump.
-        c, shrinking = mixing(self.mixed - now)
-        self._jump(gap, -0.5 - c * (alpha_tilde - 0.5), -shrinking * (alpha_tilde - 0.5))
+            self._exchanging = False
+        self.lasting = max(1, self.steps - began)
         self.pace += (theirs[2].item() - mine[2].item()) / 2 + self._gain()
         self.exchanges += 1
         self.partners[peer] += 1
@@ -177,7 +180,7 @@ class A2CiD2(Method):
         self.clock += self._eta()
         self.steps += 1
         self.pace *= 1 - self._gain()
-        if not self._agreeing:
+        if not self._exchanging:
             self._mix(self.clock)
         self._settle()
 
@@ -189,41 +192,50 @@ class A2CiD2(Method):
         self.scale *= shrinking
         self.mixed = now
 
-    def _jump(self, by: Tensor, x_factor: float, delta_factor: float) -> None:
-        """x and δ move by these multiples of `by`."""
-        if not delta_factor:
-            self._correct(by, x_factor)
+    def _rescale(self) -> None:
+        if self.scale >= SMALL:
             return
-        if self.scale < SMALL:
-            if self.drift:
-                self._correct(self.delta, self.drift)
-            self.delta.mul_(self.scale)
-            self.drift, self.scale = 0.0, 1.0
-        in_delta = delta_factor / self.scale
-        self._correct(by, x_factor - self.drift * in_delta)
-        self.delta.add_(by, alpha=in_delta)
+        if self.drift:
+            self.correction.add_(self.delta, alpha=self.drift)
+            self._corrected.append(slice(None))
+        self.delta.mul_(self.scale)
+        self.drift, self.scale = 0.0, 1.0
 
-    def _correct(self, by: Tensor, factor: float) -> None:
-        if self._corrected:
-            self.correction.add_(by, alpha=factor)
-        else:
-            torch.mul(by, factor, out=self.correction)
-        self._corrected = True
+    def _jump(self, piece: slice, by: Tensor, x_factor: float, delta_factor: float) -> None:
+        """This piece of x and of δ moves by these multiples of `by`."""
+        in_delta = delta_factor / self.scale if delta_factor else 0.0
+        self.correction[piece].add_(by, alpha=x_factor - self.drift * in_delta)
+        self._corrected.append(piece)
+        if in_delta:
+            self.delta[piece].add_(by, alpha=in_delta)
 
-    def _current(self, out: Tensor) -> Tensor:
+    def _pieces(self, count: int) -> list[slice]:
+        d = self._x.numel()
+        count = max(1, min(count, d // PIECE_NUMEL))
+        return [slice(d * i // count, d * (i + 1) // count) for i in range(count)]
+
+    def _current(self, piece: slice) -> Tensor:
+        out = self._sent[piece]
         if self._corrected:
-            torch.add(self._own, self.correction, out=out)
+            torch.add(self._own[piece], self.correction[piece], out=out)
         else:
-            out.copy_(self._own)
-        return out.add_(self.delta, alpha=self.drift) if self.drift else out
+            out.copy_(self._own[piece])
+        return out.add_(self.delta[piece], alpha=self.drift) if self.drift else out
+
+    def _require_finite(self, sent: Tensor) -> None:
+        if not is_finite(sent):
+            raise FloatingPointError(
+                f"rank {self._rank}: the parameters hold NaN or infinity, so the gossip of this worker has ended"
+            )
 
     def _settle(self) -> None:
         """Between steps: x takes up what came in."""
-        if self._corrected:
-            self._x.add_(self.correction)
+        for piece in self._corrected:
+            self._x[piece].add_(self.correction[piece])
+            self.correction[piece].zero_()
         if self.drift:
             self._x.add_(self.delta, alpha=self.drift)
-        self._corrected, self.drift, self._own = False, 0.0, self._x
+        self._corrected, self.drift, self._own = [], 0.0, self._x
 
     # The graph's constants at the rate of now. η is proportional to the rate, α̃ does not depend on it.
 
@@ -280,15 +292,13 @@ class A2CiD2(Method):
         if self._gossip is not None:
             # Until the next step: no exchange may be in one rank's checkpoint and not in its peer's.
             self._gossip.pause()
-        if not self._corrected:
-            self.correction.zero_()
         return super().state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if self._gossip is not None:
             self._gossip.pause()
         super().load_state_dict(saved)
-        self._own, self._corrected = self._x, True
+        self._own, self._corrected = self._x, [slice(None)]
         self._before = self.exchanges - (self._gossip.exchanges if self._gossip is not None else 0)
 
 
