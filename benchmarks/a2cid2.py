@@ -1,6 +1,7 @@
 """The figures of A2CiD2.
 
     python benchmarks/a2cid2.py ring                         gossip alone on a simulated ring of 64: no processes
+    python benchmarks/a2cid2.py driven                       the same with random own steps, on rings of 8, 16 and 64
     python benchmarks/a2cid2.py waiting [--steps 120]        seconds a step and waiting at 100 Mbit/s, against DDP
     python benchmarks/a2cid2.py momentum [--steps 200]       consensus distance and accuracy on a ring of 8
     python benchmarks/a2cid2.py straggler [--steps 40]       one of four workers 4 times slower, against DDP
@@ -72,6 +73,32 @@ def gossip_alone(
     return spread(x) / start, float(np.abs(x.mean(axis=0) - mean).max())
 
 
+def gossip_with_steps(
+    graph: topology.Topology, momentum: bool, rate: float, memory: float, steps: int, rng: np.random.Generator
+) -> float:
+    """Mean ‖x − x̄‖² per coordinate when workers make random own steps: v = memory · v + noise, x += v. With memory 1
+    each worker always goes its own way, as with unlike data."""
+    constants = graph.constants(rate)
+    eta, alpha_tilde = (constants.eta, constants.alpha_tilde) if momentum else (0.0, 0.5)
+    c = 0.5 * (1 - math.exp(-2 * eta))
+    position, velocity, delta = np.zeros((3, graph.size, 40))
+    fixed, found = rng.normal(size=velocity.shape), []
+    for step in range(steps):
+        velocity = fixed if memory == 1 else memory * velocity + rng.normal(size=velocity.shape)
+        position += velocity + c * delta
+        delta *= 1 - 2 * c
+        for edge in rng.integers(len(graph.edges), size=rng.poisson(rate * graph.size / 2)):
+            i, j = graph.edges[edge]
+            gap = position[i] - position[j]
+            position[i] -= gap / 2
+            position[j] += gap / 2
+            delta[i] -= (alpha_tilde - 0.5) * gap
+            delta[j] += (alpha_tilde - 0.5) * gap
+        if step >= steps // 2:
+            found.append(spread(position) / position.size)
+    return float(np.mean(found))
+
+
 def spread(x: np.ndarray) -> float:
     return float(((x - x.mean(axis=0)) ** 2).sum())
 
@@ -90,6 +117,20 @@ def ring(seeds: range, **_: Any) -> None:
             print(
                 f"| {units} | {seed} | {fast:.2e} | {plain:.2e} | {ratio:.0f} | {math.sqrt(ratio):.1f} | {drift:.0e} |"
             )
+
+
+def driven(seeds: range, **_: Any) -> None:
+    print("| ring of | own steps | seed | distance with momentum ÷ without | ÷ without, rate 2 |")
+    print("|---|---|---|---|---|")
+    for size in (8, 16, 64):
+        for memory, name in ((0.0, "independent"), (0.9, "momentum 0.9"), (1.0, "always the same")):
+            for seed in seeds:
+                fast, plain, twice = (
+                    gossip_with_steps(topology.ring(size), accelerated, rate, memory, 3000, np.random.default_rng(seed))
+                    for accelerated, rate in ((True, 1.0), (False, 1.0), (False, 2.0))
+                )
+                ratios = f"{math.sqrt(fast / plain):.2f} | {math.sqrt(fast / twice):.2f}"
+                print(f"| {size} | {name} | {seed} | {ratios} |", flush=True)
 
 
 class Traffic:
@@ -274,7 +315,7 @@ def processor(task: Task, steps: int, seeds: range, **_: Any) -> None:
 
 
 FIGURES: dict[str, Callable[..., None]] = {
-    figure.__name__: figure for figure in (ring, waiting, momentum, straggler, processor)
+    figure.__name__: figure for figure in (ring, driven, waiting, momentum, straggler, processor)
 }
 
 
