@@ -1,31 +1,27 @@
-"""Gossip over torch.distributed: a thread that exchanges, one that listens for calls, and a gloo connection a pair.
-
-Each pair of workers has a process group of its own, made at their first exchange: gloo breaks every connection of a
-group when one of them fails or times out.
-"""
+"""Gossip over the job's store and wires of its own: a thread that exchanges, and one that listens for calls."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import warnings
 from collections import Counter
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
-from torch.distributed import DistNetworkError, ProcessGroupGloo
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
+from torch.distributed.distributed_c10d import Store
 
 from laconic.comm.comm import PeerError, first_line
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Dropped, Need, Pairing, bell_key
 from laconic.comm.register import SLICE, STORE_IS_GONE, StoreGone, beat_key
+from laconic.comm.wire import Switchboard, Wire, WireError
 from laconic.topology import Topology
 
 
@@ -167,11 +163,10 @@ class BackgroundGossip(Gossip):
         start, nbytes = time.monotonic(), 0
         dialogue = self._talk(peer)
         try:
-            pair = self._pairs.with_peer(peer)
             with self._lock:
                 sent = next(dialogue)
             while True:
-                received = pair.swap(sent)
+                received = self._pairs.swap(peer, sent)
                 nbytes += sent.numel() * sent.element_size()
                 with self._lock:
                     try:
@@ -225,70 +220,38 @@ class PeerIsSilent(PeerError):
 
 
 class Pairs:
-    """Connections to the neighbours, each made when it is first needed, by both ends in their first exchange."""
+    """Wires to the neighbours, each made by both ends in their first exchange. One exchange is held at a time."""
 
     def __init__(self, store: Store, rank: int, timeout: float) -> None:
-        self._store, self._rank, self._timeout = store, rank, timedelta(seconds=timeout)
-        self._store.set_timeout(self._timeout)
-        # As torch does for the groups it makes itself.
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        self._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-        self._devices = self._devices or [ProcessGroupGloo.create_default_device()]
-        self._pairs: dict[int, Pair] = {}
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}  # shared by the pairs: there is one dialogue at a time
+        store.set_timeout(timedelta(seconds=timeout))
+        self._switchboard = Switchboard(store, rank, timeout)
+        self._wires: dict[int, Wire] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
-    def with_peer(self, peer: int) -> Pair:
-        if peer not in self._pairs:
-            low, high = sorted((self._rank, peer))
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices, options._timeout = self._devices, self._timeout
-            options._threads = len(self._devices)
-            try:
-                group = ProcessGroupGloo(
-                    PrefixStore(f"gossip/pair/{low}/{high}", self._store), int(self._rank == high), 2, options
-                )
-            except DistNetworkError:
-                raise
-            except RuntimeError as error:
-                raise PeerIsSilent(f"no connection to rank {peer} ({first_line(error)})") from error
-            self._pairs[peer] = Pair(group, peer, int(peer == high), self._buffers)
-        return self._pairs[peer]
+    def swap(self, peer: int, sent: Tensor) -> Tensor:
+        """Send to the peer, which does the same; what it sent is valid until the next swap."""
+        outgoing = sent.contiguous().cpu()
+        buffer = self._buffers.get(sent.dtype)
+        if buffer is None or buffer.numel() < sent.numel():
+            buffer = torch.empty(sent.numel(), dtype=sent.dtype, pin_memory=sent.is_cuda)
+            self._buffers[sent.dtype] = buffer
+        received = buffer[: sent.numel()].view(sent.shape)
+        try:
+            if peer not in self._wires:
+                self._wires[peer] = self._switchboard.connect(peer)
+            self._wires[peer].swap(outgoing, received)
+        except WireError as error:
+            raise PeerIsSilent(f"no answer from rank {peer} ({first_line(error)})") from error
+        return received.to(sent.device)
 
     def forget(self, peer: int) -> None:
-        pair = self._pairs.pop(peer, None)
-        if pair is not None:
-            pair.close()
+        if peer in self._wires:
+            self._wires.pop(peer).close()
 
     def close(self) -> None:
-        for peer in list(self._pairs):
+        self._switchboard.close()
+        for peer in list(self._wires):
             self.forget(peer)
-
-
-class Pair:
-    def __init__(self, group: ProcessGroupGloo, peer: int, other: int, buffers: dict[tuple[Any, ...], Tensor]) -> None:
-        self._group: ProcessGroupGloo | None = group
-        self._peer, self._other, self._buffers = peer, other, buffers
-
-    def close(self) -> None:
-        """The connection goes with the group, and the peer sees it: no traceback may keep the group alive."""
-        self._group = None
-
-    def swap(self, sent: Tensor) -> Tensor:
-        """Send to the peer, which does the same; what it sent is valid until the next swap of this form."""
-        outgoing = sent.contiguous().cpu()
-        form = (outgoing.shape, outgoing.dtype)
-        if form not in self._buffers:
-            self._buffers[form] = torch.empty_like(outgoing, pin_memory=sent.is_cuda)
-        received = self._buffers[form]
-        assert self._group is not None
-        try:
-            arriving = self._group.recv([received], self._other, 0)  # type: ignore[attr-defined]
-            leaving = self._group.send([outgoing], self._other, 0)  # type: ignore[attr-defined]
-            arriving.wait()
-            leaving.wait()
-        except RuntimeError as error:
-            raise PeerIsSilent(f"no answer from rank {self._peer} ({first_line(error)})") from error
-        return received.to(sent.device)
 
 
 def _own_client(store: Store) -> Store:

@@ -13,7 +13,7 @@ other at once; one that only answers suits one whose need is urgent. So:
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -69,7 +69,7 @@ class Board:
         )
 
     def __str__(self) -> str:
-        free = {rank: astuple(entry) for rank, entry in self.free.items()}
+        free = {rank: (entry.need, entry.surplus, entry.since, entry.bell) for rank, entry in self.free.items()}
         return json.dumps([self.tickets, free, self.called, self.gone])
 
     def come(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import laconic
 from laconic import topology
 from laconic.comm import Dialogue, Gossip
+from laconic.methods import a2cid2 as a2cid2_module
 from laconic.methods.a2cid2 import mixing
 from tests.helpers import OPTIMIZERS, train
 from tests.oracles.a2cid2 import a2cid2
@@ -84,15 +85,16 @@ class World:
     def exchange(self, i: int, j: int, meanwhile: Any = lambda: None) -> None:
         talks: list[Dialogue] = [self.methods[i].exchange(j), self.methods[j].exchange(i)]
         sent = [next(talk) for talk in talks]
-        for last in (False, True):
+        ended = [False, False]
+        while not any(ended):
             meanwhile()
             copies = [tensor.clone() for tensor in sent]
             for k, talk in enumerate(talks):
                 try:
                     sent[k] = talk.send(copies[1 - k])
-                    assert not last
                 except StopIteration:
-                    assert last
+                    ended[k] = True
+        assert all(ended)
 
     def flush(self) -> None:
         for method, worker in zip(self.methods, self.workers, strict=True):
@@ -106,16 +108,13 @@ class Released(laconic.A2CiD2):
     """The order of the authors' released code: mix between sending and averaging."""
 
     def exchange(self, peer: int) -> Dialogue:
-        sent = self._start + self.correction
-        yield torch.zeros(3)
-        received = yield sent
-        c, shrinking = mixing(self.clock - self.mixed)
-        self.correction.add_(self.delta, alpha=c)
-        self.delta.mul_(shrinking)
-        self.mixed, self._corrected = self.clock, True
-        gap = self._start + self.correction - received
-        self.correction.sub_(gap, alpha=0.5)
-        self.delta.sub_(gap, alpha=self._alpha_tilde() - 0.5)
+        yield torch.zeros(4)
+        everything = slice(None)
+        received = yield self._current(everything).clone()
+        self._mix(self.clock)
+        self._rescale()
+        gap = self._current(everything) - received
+        self._jump(everything, gap, -0.5, 0.5 - self._alpha_tilde())
 
 
 def rough_life(world: World, seed: int, events: int = 300) -> None:
@@ -139,10 +138,17 @@ def rough_life(world: World, seed: int, events: int = 300) -> None:
     graph=st.sampled_from([topology.ring(2), topology.ring(5), topology.exponential(6), topology.complete(4)]),
     momentum=st.booleans(),
     rate=st.sampled_from([0.25, 1, 2.0, "auto"]),
+    piece_numel=st.sampled_from([D, 12, 1]),
 )
 def test_the_mean_is_kept_whatever_the_order_of_events(
-    seed: int, graph: topology.Topology, momentum: bool, rate: Any
+    seed: int, graph: topology.Topology, momentum: bool, rate: Any, piece_numel: int
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(a2cid2_module, "PIECE_NUMEL", piece_numel)
+        keep_the_mean(seed, graph, momentum, rate)
+
+
+def keep_the_mean(seed: int, graph: topology.Topology, momentum: bool, rate: Any) -> None:
     world = World(laconic.A2CiD2(graph, rate=rate, momentum=momentum), graph, apart=True)
     # Σx̃ must start as Σx does: δ = 0, while the workers themselves are apart.
     rough_life(world, seed, events=60)
@@ -210,6 +216,55 @@ def test_without_momentum_both_ends_become_their_mean() -> None:
     torch.testing.assert_close(world.workers[3].x, mean)
     torch.testing.assert_close(world.workers[4].x, mean)
     assert not any(method.delta.any() for method in world.methods)
+
+
+def test_a_model_that_is_lent_is_not_sent() -> None:
+    graph = topology.ring(2)
+    world = World(laconic.A2CiD2(graph, rate=1.0), graph, apart=True)
+    own = world.workers[0].x.clone()
+    world.methods[0].pause(world.workers[0])
+    world.workers[0].x.zero_()  # as consensus() puts the agreed model there
+    talk = world.methods[0].exchange(1)
+    assert torch.equal(talk.send(next(talk)), own)
+    talk.close()
+    world.workers[0].x.copy_(own)
+    world.step(0)
+    talk = world.methods[0].exchange(1)
+    assert torch.equal(talk.send(next(talk)), world.workers[0].x)
+    talk.close()
+
+
+def test_an_exchange_is_cut_into_as_many_pieces_as_it_takes_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(a2cid2_module, "PIECE_NUMEL", 4)
+    graph = topology.ring(2)
+    world = World(laconic.A2CiD2(graph, rate=1.0), graph, apart=True)
+    rounds = []
+    for steps in (0, 3, 1, 0):  # between the parts of the next exchange
+        rounds.append(0)
+
+        def meanwhile(steps: int = steps) -> None:
+            rounds[-1] += 1
+            for _ in range(steps):
+                world.step(1)
+
+        world.exchange(0, 1, meanwhile)
+    # A guess of 16 steps, cut at 4 entries; what took no step; what took 6 steps; what took 7.
+    assert rounds == [1 + 10, 1 + 1, 1 + 6, 1 + 7]
+
+
+def test_auto_knows_its_rate_from_the_start() -> None:
+    """Two exchanges in 20 steps are a rate of 0.1, not what is left of a guess; workers that met think alike."""
+    graph = topology.ring(2)
+    world = World(laconic.A2CiD2(graph, rate="auto"), graph, apart=True)
+    for step in range(20):
+        world.step(0)
+        world.step(1)
+        if step == 0:
+            assert world.methods[0].clock < 1e-5, "no exchange yet, so no momentum yet"
+        if step in (6, 13):
+            world.exchange(0, 1)
+    for method in world.methods:
+        assert method.metrics()["exchanges_per_step"] == pytest.approx(0.1)
 
 
 def test_the_momentum_pays_on_a_ring_of_64() -> None:
@@ -311,7 +366,7 @@ def test_the_mean_is_kept_by_asynchronous_processes(workers: int) -> None:
             assert exchanges >= 1
             if method.rate != "auto":
                 assert exchanges >= method.rate * (16 - method.slack)
-            assert result["meter"].nbytes("background") == exchanges * (4 * D + 24)
+            assert result["meter"].nbytes("background") == exchanges * (4 * D + 32)
 
 
 def test_resumed_from_a_checkpoint_the_mean_is_still_kept(tmp_path: Path) -> None:
