@@ -87,6 +87,9 @@ class EfficientAdam(Method):
         numels = [sum(piece.numel for piece in pieces) for pieces in quantized + exact]
         served = [[piece for piece in pieces if piece.server == rank] for pieces in quantized + exact]
         numels_served = [sum(piece.numel for piece in pieces) for pieces in served]
+        # gloo works on two messages of a channel at a time. That keeps flows alike, which fills the links, where every
+        # rank sends to every other; but a parameter server should answer while there is more to come.
+        self._down = worker.comm if self.server == "sharded" else worker.comm.channel("foreground")
         # x before the step, in the packed order.
         self._x_start = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         self._whole = [(part, self._x_start[place]) for part, place in views(runs, x, [Piece(0, d, rank)])]
@@ -114,22 +117,14 @@ class EfficientAdam(Method):
             self._announced = self._announce(worker.comm, STEP)
 
     def after_step(self, worker: Replica) -> None:
-        chunks = self._chunks
         if worker.comm.size == 1:
             return
-        # Chunk k is encoded while k − 1 goes up and k − 2 comes down. All ranks start messages in this order, else they
-        # would wait for each other for ever.
-        rising: list[Pending[None]] = []
-        falling: list[Pending[None]] = []
-        for k in range(len(chunks) + 2):
-            if k < len(chunks):
-                rising.append(self._tell_server(worker, chunks[k]))
-            if 1 <= k <= len(chunks):
-                rising[k - 1].wait()
-                falling.append(self._answer(worker, chunks[k - 1]))
-            if k >= 2:
-                falling[k - 2].wait()
-                self._move(worker, chunks[k - 2])
+        # Chunk k is encoded while those before it go up, and answered while those after it do, so the wire is never out
+        # of work. All ranks start messages in this order, else they would wait for each other for ever.
+        rising = [self._tell_server(worker, chunk) for chunk in self._chunks]
+        falling = [self._answer(worker, chunk, up) for chunk, up in zip(self._chunks, rising, strict=True)]
+        for chunk, down in zip(self._chunks, falling, strict=True):
+            self._move(worker, chunk, down)
         if self._announced is not None:
             self._announced.wait()
         if self.moments == "averaged" and worker.step % self.moments_every == 0:
@@ -144,8 +139,9 @@ class EfficientAdam(Method):
             encode_with_feedback(coded.compressor, coded.values, coded.residual, step=worker.step, out=coded.code)
         return chunk.up.start(worker.comm)
 
-    def _answer(self, worker: Replica, chunk: Chunk) -> Pending[None]:
+    def _answer(self, worker: Replica, chunk: Chunk, up: Pending[None]) -> Pending[None]:
         """Server: P = mean(Q_w(p_i)) + e_s, send D = Q_s(P), e_s = P − D."""
+        up.wait()
         chunk.mean.zero_()
         for coded in chunk.heard:
             coded.compressor.decode_add(coded.code, coded.values, step=worker.step)
@@ -153,10 +149,11 @@ class EfficientAdam(Method):
         for coded in chunk.answered:
             encode_with_feedback(coded.compressor, coded.values, coded.residual, step=worker.step, out=coded.code)
         chunk.copies[1:] = chunk.copies[0]
-        return chunk.down.start(worker.comm)
+        return chunk.down.start(self._down)
 
-    def _move(self, worker: Replica, chunk: Chunk) -> None:
+    def _move(self, worker: Replica, chunk: Chunk, down: Pending[None]) -> None:
         """Worker: x = x_start + D."""
+        down.wait()
         for coded in chunk.moved:
             coded.compressor.decode_add(coded.code, coded.values, step=worker.step)
         for x, x_start, _ in chunk.parts:
