@@ -32,8 +32,9 @@ class Comm(ABC):
     with tensors of the same shape and dtype everywhere; `exchange` is between two. Inputs are never changed, unless
     `out` is the input itself. Every wait ends: by the result, or by a `PeerError` that names who was missing.
 
-    A verb with `_async` in its name returns at once, and then its inputs may be overwritten. Several may be on their
-    way at a time; what was started first need not be waited for first."""
+    A verb with `_async` in its name returns at once, and then its inputs may be overwritten (but not those of
+    `all_to_all_into_async`). Several may be on their way at a time; what was started first need not be waited for
+    first."""
 
     rank: int
     size: int
@@ -64,6 +65,13 @@ class Comm(ABC):
     def all_to_all_async(
         self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None
     ) -> Pending[list[Tensor]]: ...
+
+    @abstractmethod
+    def all_to_all_into_async(
+        self, received: Tensor, sent: Tensor, *, received_lengths: Sequence[int], sent_lengths: Sequence[int]
+    ) -> Pending[None]:
+        """`all_to_all_async` without a copy: `sent` holds the chunks for ranks 0, 1, … end to end, and `received` is
+        filled likewise. Both are contiguous vectors, and neither may be touched before the wait is over."""
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> list[Tensor]:
@@ -131,6 +139,23 @@ def check_lengths(chunks: Sequence[Tensor], lengths: Sequence[int] | None, rank:
             f"lengths[{rank}] must be the length {own} of the chunk to this rank itself, not {lengths[rank]}"
         )
     return list(lengths)
+
+
+def check_buffers(
+    received: Tensor, sent: Tensor, received_lengths: Sequence[int], sent_lengths: Sequence[int], rank: int, size: int
+) -> None:
+    for name, buffer, lengths in (("received", received, received_lengths), ("sent", sent, sent_lengths)):
+        if len(lengths) != size:
+            raise ValueError(f"{name}_lengths must have one length for each of {size} ranks, not {len(lengths)}")
+        if sum(lengths) != buffer.numel():
+            raise ValueError(f"{name} must have {sum(lengths)} entries, the sum of its lengths, not {buffer.numel()}")
+        if buffer.dim() != 1 or not buffer.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous vector, not of shape {tuple(buffer.shape)}")
+    if received_lengths[rank] != sent_lengths[rank]:
+        raise ValueError(
+            f"received_lengths[{rank}] must be the length {sent_lengths[rank]} of what this rank sends to itself, "
+            f"not {received_lengths[rank]}"
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.background import BackgroundGossip
-from laconic.comm.comm import Comm, PeerError, Pending, check_lengths, first_line, ring_mean_nbytes
+from laconic.comm.comm import Comm, PeerError, Pending, check_buffers, check_lengths, first_line, ring_mean_nbytes
 from laconic.comm.finite import is_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
@@ -109,23 +109,50 @@ class DistributedComm(Comm):
     def _all_to_all(
         self, verb: str, chunks: Sequence[Tensor], lengths: Sequence[int] | None, nbytes: int | None = None
     ) -> Pending[list[Tensor]]:
-        """`nbytes` is what the meter shall count; by default what leaves this rank."""
-        place = self.members.index(self.rank)
-        output_splits = check_lengths(chunks, lengths, place, len(self.members))
+        output_splits = check_lengths(chunks, lengths, self.members.index(self.rank), len(self.members))
         sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
         received = sent.new_empty(sum(output_splits))
+        return self._swap(
+            verb,
+            received,
+            sent,
+            output_splits,
+            [chunk.numel() for chunk in chunks],
+            lambda: list(torch.split(received, output_splits)),
+            nbytes,
+        )
+
+    def all_to_all_into_async(
+        self, received: Tensor, sent: Tensor, *, received_lengths: Sequence[int], sent_lengths: Sequence[int]
+    ) -> Pending[None]:
+        place = self.members.index(self.rank)
+        check_buffers(received, sent, received_lengths, sent_lengths, place, len(self.members))
+        return self._swap("all_to_all_into_async", received, sent, received_lengths, sent_lengths, lambda: None)
+
+    def _swap(
+        self,
+        verb: str,
+        received: Tensor,
+        sent: Tensor,
+        received_lengths: Sequence[int],
+        sent_lengths: Sequence[int],
+        finish: Callable[[], T],
+        nbytes: int | None = None,
+    ) -> Pending[T]:
+        """`nbytes` is what the meter shall count; by default what leaves this rank."""
+        here = sent_lengths[self.members.index(self.rank)]
         return self._send(
             verb,
-            _nbytes(sent) - _nbytes(chunks[place]) if nbytes is None else nbytes,
+            (sent.numel() - here) * sent.element_size() if nbytes is None else nbytes,
             lambda: dist.all_to_all_single(
                 received,
                 sent,
-                output_split_sizes=output_splits,
-                input_split_sizes=[chunk.numel() for chunk in chunks],
+                output_split_sizes=list(received_lengths),
+                input_split_sizes=list(sent_lengths),
                 group=self._group,
                 async_op=True,
             ),
-            lambda: list(torch.split(received, output_splits)),
+            finish,
         )
 
     def all_gather(self, x: Tensor) -> list[Tensor]:

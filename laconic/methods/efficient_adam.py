@@ -6,9 +6,7 @@ Chen, Shen, Liu, Luo, "Efficient-Adam: Communication-Efficient Distributed Adam"
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
@@ -16,8 +14,8 @@ from torch import Tensor
 
 from laconic.comm import Comm, Pending
 from laconic.compress import Compressor, Identity, Log, encode_with_feedback
-from laconic.compress.blockwise import Blockwise
 from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.methods.chunk import Chunk, Chunks, block_of
 from laconic.methods.cutting import Piece, cut, pack, views
 
 STEP, PAUSE = 1, 0  # what a dedicated server is told to come next
@@ -84,101 +82,82 @@ class EfficientAdam(Method):
         # The pieces do not depend on who serves them, so neither does the result.
         servers = [r if self.server == "sharded" else self.server for r in self._workers]
         runs, exact_from = pack(worker.numels, self.exact_below)
-        d, unit = x.numel(), math.lcm(_block(self.up), _block(self.down))
-        self._chunks = [
-            Chunk(pieces, self.up, self.down, views(runs, x, pieces))
-            for pieces in cut(0, exact_from, unit, self.chunk, servers)
-        ] + [
-            Chunk(pieces, Identity(), Identity(), views(runs, x, pieces))
-            for pieces in cut(exact_from, d, 1, d, servers)
-        ]
-        # x before the step, in the packed order; and room for one chunk of the own step.
+        d, unit = x.numel(), math.lcm(block_of(self.up), block_of(self.down))
+        quantized, exact = cut(0, exact_from, unit, self.chunk, servers), cut(exact_from, d, 1, d, servers)
+        numels = [sum(piece.numel for piece in pieces) for pieces in quantized + exact]
+        served = [[piece for piece in pieces if piece.server == rank] for pieces in quantized + exact]
+        numels_served = [sum(piece.numel for piece in pieces) for pieces in served]
+        # gloo works on two messages of a channel at a time. That keeps flows alike, which fills the links, where every
+        # rank sends to every other; but a parameter server should answer while there is more to come.
+        self._down = worker.comm if self.server == "sharded" else worker.comm.channel("foreground")
+        # x before the step, in the packed order.
         self._x_start = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        self._u = self._x_start.new_empty(max(chunk.numel for chunk in self._chunks))
+        self._whole = [(part, self._x_start[place]) for part, place in views(runs, x, [Piece(0, d, rank)])]
         self.e = self._x_start.new_zeros(d if self.trains(rank) else 0)
-        served = [piece for chunk in self._chunks for piece in chunk.pieces if piece.server == rank]
-        ends = list(accumulate(piece.numel for piece in served))
-        self._places = {piece: slice(end - piece.numel, end) for piece, end in zip(served, ends, strict=True)}
-        self.e_server = self._x_start.new_zeros(ends[-1] if ends else 0)
+        self.e_server = self._x_start.new_zeros(sum(numels_served))
+        u, mean = self._x_start.new_empty(max(numels)), self._x_start.new_empty(max(numels_served))
+        chunks = Chunks(rank, size, self._workers, runs, x, self._x_start, self.e, u, mean)
+        quantizers = [(self.up, self.down)] * len(quantized) + [(Identity(), Identity())] * len(exact)
+        self._chunks = [
+            chunks.make(pieces, up, down, e_server)
+            for pieces, (up, down), e_server in zip(
+                quantized + exact, quantizers, torch.split(self.e_server, numels_served), strict=True
+            )
+        ]
+        self._served = [piece for pieces in served for piece in pieces]
         self._announced: Pending[list[Tensor]] | None = None
         self._told_to_pause = False
 
     def before_step(self, worker: Replica) -> None:
         if worker.comm.size == 1:
             return
-        for chunk in self._chunks:
-            for part, place in chunk.views:
-                self._x_start[place].copy_(part)
+        for part, start in self._whole:
+            start.copy_(part)
         if self.dedicated and self.trains(worker.comm.rank):
             self._announced = self._announce(worker.comm, STEP)
 
     def after_step(self, worker: Replica) -> None:
-        chunks = self._chunks
         if worker.comm.size == 1:
             return
-        # Chunk k is encoded while k − 1 goes up and k − 2 comes down. All ranks start messages in this order, else they
-        # would wait for each other for ever.
-        rising: list[Pending[list[Tensor]]] = []
-        falling: list[Pending[list[Tensor]]] = []
-        for k in range(len(chunks) + 2):
-            if k < len(chunks):
-                rising.append(self._tell_server(worker, chunks[k]))
-            if 1 <= k <= len(chunks):
-                falling.append(self._answer(worker, chunks[k - 1], rising[k - 1].wait()))
-            if k >= 2:
-                self._move(worker, chunks[k - 2], falling[k - 2].wait())
+        # Chunk k is encoded while those before it go up, and answered while those after it do, so the wire is never out
+        # of work. All ranks start messages in this order, else they would wait for each other for ever.
+        rising = [self._tell_server(worker, chunk) for chunk in self._chunks]
+        falling = [self._answer(worker, chunk, up) for chunk, up in zip(self._chunks, rising, strict=True)]
+        for chunk, down in zip(self._chunks, falling, strict=True):
+            self._move(worker, chunk, down)
         if self._announced is not None:
             self._announced.wait()
         if self.moments == "averaged" and worker.step % self.moments_every == 0:
             self._average_moments(worker)
 
-    def _tell_server(self, worker: Replica, chunk: Chunk) -> Pending[list[Tensor]]:
+    def _tell_server(self, worker: Replica, chunk: Chunk) -> Pending[None]:
         """Worker i: p = u_i + e_i, send Q_w(p), e_i = p − Q_w(p)."""
-        comm = worker.comm
-        codes: list[list[Tensor]] = [[] for _ in range(comm.size)]
-        if self.trains(comm.rank):
-            for part, place in chunk.views:
-                torch.sub(part, self._x_start[place], out=self._u[place.start - chunk.start : place.stop - chunk.start])
-            for piece in chunk.pieces:
-                u = self._u[piece.start - chunk.start : piece.stop - chunk.start]
-                Q_w, e = self._own_randomness(chunk.up, piece, comm.rank), self.e[piece.start : piece.stop]
-                codes[piece.server].append(encode_with_feedback(Q_w, u, e, step=worker.step))
-        here = sum(chunk.up.nbytes(piece.numel) for piece in chunk.pieces if piece.server == comm.rank)
-        lengths = [here if self.trains(rank) else 0 for rank in range(comm.size)]
-        return comm.all_to_all_async([_join(messages) for messages in codes], lengths=lengths)
+        if self.trains(worker.comm.rank):
+            for x, x_start, u in chunk.parts:
+                torch.sub(x, x_start, out=u)
+        for coded in chunk.told:
+            encode_with_feedback(coded.compressor, coded.values, coded.residual, step=worker.step, out=coded.code)
+        return chunk.up.start(worker.comm)
 
-    def _answer(self, worker: Replica, chunk: Chunk, messages: list[Tensor]) -> Pending[list[Tensor]]:
+    def _answer(self, worker: Replica, chunk: Chunk, up: Pending[None]) -> Pending[None]:
         """Server: P = mean(Q_w(p_i)) + e_s, send D = Q_s(P), e_s = P − D."""
-        comm = worker.comm
-        served = [piece for piece in chunk.pieces if piece.server == comm.rank]
-        codes = [_split(messages[rank], served, chunk.up) for rank in self._workers]
-        answers = []
-        for piece, *of_workers in zip(served, *codes, strict=True):
-            mean = self._x_start.new_zeros(piece.numel)
-            for code in of_workers:
-                chunk.up.decode_add(code, mean, step=worker.step)
-            mean /= len(self._workers)
-            Q_s, e = self._own_randomness(chunk.down, piece), self.e_server[self._places[piece]]
-            answers.append(encode_with_feedback(Q_s, mean, e, step=worker.step))
-        lengths = [
-            sum(chunk.down.nbytes(piece.numel) for piece in chunk.pieces if piece.server == rank)
-            for rank in range(comm.size)
-        ]
-        return comm.all_to_all_async([_join(answers)] * comm.size, lengths=lengths)
+        up.wait()
+        chunk.mean.zero_()
+        for coded in chunk.heard:
+            coded.compressor.decode_add(coded.code, coded.values, step=worker.step)
+        chunk.mean.div_(len(self._workers))
+        for coded in chunk.answered:
+            encode_with_feedback(coded.compressor, coded.values, coded.residual, step=worker.step, out=coded.code)
+        chunk.copies[1:] = chunk.copies[0]
+        return chunk.down.start(self._down)
 
-    def _move(self, worker: Replica, chunk: Chunk, messages: list[Tensor]) -> None:
+    def _move(self, worker: Replica, chunk: Chunk, down: Pending[None]) -> None:
         """Worker: x = x_start + D."""
-        for server in {piece.server for piece in chunk.pieces}:
-            pieces = [piece for piece in chunk.pieces if piece.server == server]
-            for piece, code in zip(pieces, _split(messages[server], pieces, chunk.down), strict=True):
-                chunk.down.decode_add(code, self._x_start[piece.start : piece.stop], step=worker.step)
-        for part, place in chunk.views:
-            part.copy_(self._x_start[place])
-
-    def _own_randomness(self, compressor: Compressor, piece: Piece, worker: int | None = None) -> Compressor:
-        """Stochastic rounding must differ from piece to piece, and from worker to worker and the server."""
-        position = len(self._workers) if worker is None else self._workers.index(worker)
-        return compressor.for_rank(piece.start * (len(self._workers) + 1) + position)
+        down.wait()
+        for coded in chunk.moved:
+            coded.compressor.decode_add(coded.code, coded.values, step=worker.step)
+        for x, x_start, _ in chunk.parts:
+            x.copy_(x_start)
 
     def _average_moments(self, worker: Replica) -> None:
         for vector in worker.moments().values():
@@ -216,34 +195,3 @@ class EfficientAdam(Method):
                 f"call worker.serve() there"
             )
         self._told_to_pause = False
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What is coded and sent at a time."""
-
-    pieces: list[Piece]
-    up: Compressor
-    down: Compressor
-    views: list[tuple[Tensor, slice]]  # the parts of x it is made of, with their places in the packed order
-
-    @property
-    def start(self) -> int:
-        return self.pieces[0].start
-
-    @property
-    def numel(self) -> int:
-        return self.pieces[-1].stop - self.start
-
-
-def _block(compressor: Compressor) -> int:
-    """Entries that share a scale: a piece holds whole blocks of them."""
-    return compressor.block if isinstance(compressor, Blockwise) else 1
-
-
-def _split(message: Tensor, pieces: Sequence[Piece], compressor: Compressor) -> Sequence[Tensor]:
-    return torch.split(message, [compressor.nbytes(piece.numel) for piece in pieces])
-
-
-def _join(codes: list[Tensor]) -> Tensor:
-    return torch.cat(codes) if codes else torch.empty(0, dtype=torch.uint8)

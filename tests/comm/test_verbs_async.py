@@ -67,6 +67,45 @@ def test_all_to_all_of_uneven_lengths_is_a_gather_and_a_scatter() -> None:
         assert nbytes == [1, 4, 3][rank]
 
 
+def test_all_to_all_into_fills_the_buffer_it_is_given() -> None:
+    """Rank r sends r + 1 entries to rank 0 and j entries to each other rank j."""
+
+    def run(comm: Comm) -> tuple[list[int], int]:
+        rank, size = comm.rank, comm.size
+        sent_lengths = [rank + 1, *range(1, size)]
+        sent = torch.cat([torch.full((n,), 10 * rank + j, dtype=torch.uint8) for j, n in enumerate(sent_lengths)])
+        received_lengths = [i + 1 for i in range(size)] if rank == 0 else [rank] * size
+        received = torch.zeros(sum(received_lengths), dtype=torch.uint8)
+        before = comm.meter.total.nbytes("foreground")
+        pending = comm.all_to_all_into_async(
+            received, sent, received_lengths=received_lengths, sent_lengths=sent_lengths
+        )
+        assert pending.wait() is None  # type: ignore[func-returns-value]
+        return received.tolist(), comm.meter.total.nbytes("foreground") - before
+
+    results = laconic.spawn(in_a_worker(run), 3)
+    assert [received for received, _ in results] == [[0, 10, 10, 20, 20, 20], [1, 11, 21], [2, 2, 12, 12, 22, 22]]
+    assert [nbytes for _, nbytes in results] == [1 + 2, 2 + 2, 3 + 1]
+
+
+@pytest.mark.parametrize(
+    ("numel", "lengths", "message"),
+    [
+        (3, {"received_lengths": [3, 0], "sent_lengths": [3]}, "received_lengths .* 1 ranks, not 2"),
+        (3, {"received_lengths": [3], "sent_lengths": [4]}, "sent must have 4 entries, .* not 3"),
+        (4, {"received_lengths": [4], "sent_lengths": [3]}, r"received_lengths\[0\] must be the length 3 .* not 4"),
+    ],
+)
+def test_buffers_that_do_not_fit_raise(numel: int, lengths: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Solo().all_to_all_into_async(torch.zeros(numel), torch.zeros(3), **lengths)
+
+
+def test_a_buffer_with_gaps_raises() -> None:
+    with pytest.raises(ValueError, match="sent must be a contiguous vector"):
+        Solo().all_to_all_into_async(torch.zeros(3), torch.zeros(6)[::2], received_lengths=[3], sent_lengths=[3])
+
+
 def test_a_rank_that_never_comes_is_named_by_who_waits() -> None:
     def run(comm: Comm) -> None:
         pending = comm.all_gather_async(torch.zeros(3)) if comm.rank == 0 else None
@@ -128,4 +167,7 @@ def test_alone_every_verb_is_the_identity() -> None:
         assert len(result) == 1
         assert torch.equal(result[0], x)
         assert result[0] is not x
+    into = torch.zeros(3)
+    comm.all_to_all_into_async(into, x, received_lengths=[3], sent_lengths=[3]).wait()
+    assert torch.equal(into, x)
     assert comm.meter.total.nbytes() == 0

@@ -152,14 +152,14 @@ def conservation(method: laconic.EfficientAdam, steps: int) -> tuple[Tensor, Ten
         e, e_server = torch.zeros(d()), torch.zeros(d())
         in_order = torch.cat([torch.arange(d())[view] for chunk in method._chunks for view in in_x(chunk, worker.x)])
         e[in_order] = method.e
-        for piece, place in method._places.items():
-            e_server[in_order[piece.start : piece.stop]] = method.e_server[place]
+        served = [in_order[piece.start : piece.stop] for piece in method._served]
+        e_server[torch.cat([in_order[:0], *served])] = method.e_server
         return total, worker.x.double(), e.double(), e_server.double()
 
 
 def in_x(chunk: Any, x: Tensor) -> list[slice]:
     offset = x.storage_offset()
-    return [slice(v.storage_offset() - offset, v.storage_offset() - offset + v.numel()) for v, _ in chunk.views]
+    return [slice(v.storage_offset() - offset, v.storage_offset() - offset + v.numel()) for v, _, _ in chunk.parts]
 
 
 def lost(results: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> float:
