@@ -5,7 +5,6 @@ The paths for GPUs are untested.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +21,7 @@ from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Pairing
 from laconic.comm.register import SLICE, Register
+from laconic.comm.underway import Delivery, OnItsWay
 from laconic.topology import Topology
 
 T = TypeVar("T")
@@ -232,7 +232,8 @@ class DistributedComm(Comm):
 
     def _send(self, verb: str, nbytes: int, launch: Callable[[], Any], finish: Callable[[], T]) -> OnItsWay[T]:
         number = self._register.count(self._course)
-        return OnItsWay(self, verb, number, self._start(verb, nbytes, launch), launch, finish)
+        work = self._start(verb, nbytes, launch)
+        return OnItsWay(lambda: self._wait(verb, work, None, number), launch, finish)
 
     def _start(self, verb: str, nbytes: int, launch: Callable[[], Any], doing: str = "") -> dist.Work:
         try:
@@ -282,58 +283,6 @@ class DistributedComm(Comm):
             raise ValueError(f"{name} must be a rank from 0 to {self.size - 1}, not {rank}")
         if rank not in self.members:
             raise ValueError(f"{name} must be a rank that is still in it ({self.members}), not {rank}")
-
-
-class Delivery:
-    """Messages between two ranks. A wait for one that times out breaks all connections of its gloo group, so a thread
-    waits to the end, and who waits for a slice of time waits for the thread."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
-        self._done = threading.Event()
-        self._error: RuntimeError | None = None
-        threading.Thread(target=self._run, name="laconic-delivery", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._error = error
-        self._done.set()
-
-    def wait(self, timeout: timedelta) -> None:
-        if not self._done.wait(timeout.total_seconds()):
-            raise TimeoutError
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-
-class OnItsWay(Pending[T]):
-    """Holds the handle and, by the two functions, the tensors: gloo needs all of them alive until the end."""
-
-    def __init__(
-        self,
-        comm: DistributedComm,
-        verb: str,
-        number: int,
-        work: dist.Work,
-        launch: Callable[[], Any],
-        finish: Callable[[], T],
-    ) -> None:
-        self._comm, self._verb, self._number, self._finish = comm, verb, number, finish
-        self._underway: tuple[dist.Work, Callable[[], Any]] | None = (work, launch)
-        self._result: list[T] = []
-
-    def wait(self) -> T:
-        if self._underway is not None:
-            self._comm._wait(self._verb, self._underway[0], None, self._number)
-            self._result = [self._finish()]
-            self._underway = None
-        return self._result[0]
 
 
 def _copy(x: Tensor, out: Tensor | None) -> Tensor:
