@@ -295,9 +295,25 @@ def straggler(task: Task, steps: int, seeds: range, **_: Any) -> None:
             print(f"| {name} | {seed} | {rates[0]:.2f} | {rates[1]:.2f} | {rates[1] / rates[0]:.3f} |", flush=True)
 
 
+def swap_alone(numel: int) -> float:
+    """In each of two workers: seconds of processor time that one swap takes, without any method around it."""
+    dist.init_process_group("gloo")
+    store = dist.PrefixStore("swap", dist.distributed_c10d._get_default_store().clone())
+    wire = Switchboard(store, dist.get_rank(), timeout=60).connect(1 - dist.get_rank())
+    sent, received = torch.zeros(2, numel)
+    swaps = 40
+    for swap in range(swaps + 5):
+        if swap == 5:
+            start = time.thread_time()
+        wire.swap(sent, received)
+    return (time.thread_time() - start) / swaps
+
+
 def processor(task: Task, steps: int, seeds: range, **_: Any) -> None:
-    print("| model | parameters | seed | exchanges a step | training, ms a step | background, ms a step | share, % |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| model | parameters | seed | exchanges a step | training, ms a step | background | share, % | bare swap, ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for model in ("mlp", "cnn"):
         task = dataclasses.replace(task, model=model)  # type: ignore[call-arg]
         parameters = sum(p.numel() for p in task.build_model().parameters())
@@ -307,9 +323,10 @@ def processor(task: Task, steps: int, seeds: range, **_: Any) -> None:
                 statistics.mean(worker[what] for worker in told) / steps
                 for what in ("training_cpu", "background_cpu", "exchanges")
             )
+            bare = statistics.mean(laconic.spawn(swap_alone, 2, parameters))
             print(
                 f"| {model} | {parameters:,} | {seed} | {made:.2f} | {1e3 * training:.1f} | {1e3 * background:.2f} "
-                f"| {100 * background / training:.1f} |",
+                f"| {100 * background / training:.1f} | {1e3 * bare:.2f} |",
                 flush=True,
             )
 
