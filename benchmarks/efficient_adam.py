@@ -1,7 +1,6 @@
-"""Efficient-Adam: the toy convex problem with and without error feedback, and seconds a step on an emulated link.
+"""Efficient-Adam: the toy convex problem with and without error feedback.
 
-python benchmarks/efficient_adam.py toy  --out docs/methods/efficient_adam_toy.svg
-python benchmarks/efficient_adam.py step --workers 4 --link 100mbit --steps 30
+python benchmarks/efficient_adam.py --out docs/methods/efficient_adam_toy.svg
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.compress import Compressor, Half, Identity, Log, Sign
+from laconic.compress import Compressor, Identity, Log, Sign
 from laconic.method import Replica
 
 D = 256
@@ -141,80 +138,14 @@ def plot(curves: dict[str, list[float]], title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def build_mlp() -> nn.Module:
-    """1.86 M parameters, as many as the model of the task fashion."""
-    return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-
-
-def seconds_a_step(
-    make: Callable[[nn.Module, torch.optim.Optimizer], nn.Module], steps: int, batch: int
-) -> list[float]:
-    model = build_mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    callable_model = make(model, optimizer)
-    x, y = torch.randn(batch, 784), torch.randint(10, (batch,))
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        nn.functional.cross_entropy(callable_model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    return times
-
-
-def measure(steps: int, batch: int, methods: dict[str, laconic.Method]) -> dict[str, tuple[list[float], int]]:
-    """Seconds of every step and payload bytes a step, in one worker."""
-    results = {}
-    results["compute"] = (seconds_a_step(lambda model, _: model, steps, batch), 0)
-    for name, method in methods.items():
-        bound: list[laconic.Worker] = []
-
-        def make(model: nn.Module, optimizer: torch.optim.Optimizer, method: laconic.Method = method) -> nn.Module:
-            bound.append(laconic.Worker(model, optimizer, method))  # noqa: B023  used before the next turn
-            return model
-
-        times = seconds_a_step(make, steps, batch)
-        nbytes = bound[0].meter.last_step.nbytes("foreground")
-        bound[0].__exit__(None, None, None)
-        results[name] = (times, nbytes)
-    results["DDP"] = (seconds_a_step(lambda model, _: nn.parallel.DistributedDataParallel(model), steps, batch), 0)
-    return results
-
-
-def step(workers: int, link: str, steps: int, batch: int) -> None:
-    from laconic.emulate import Network, parse_links
-
-    methods: dict[str, laconic.Method] = {
-        "Log(3) sharded": laconic.EfficientAdam(),
-        "Log(3) server=0": laconic.EfficientAdam(server=0),
-        "Sign sharded": laconic.EfficientAdam(up=Sign(), down=Sign()),
-        "Half sharded": laconic.EfficientAdam(up=Half(), down=Half()),
-    }
-    with Network(parse_links(link, workers)) as network:
-        ranks = laconic.spawn(measure, workers, steps, batch, methods, hosts=network.hosts)
-    print(f"{workers} workers, {link}, batch {batch}: milliseconds a step, of the last {steps - steps // 4} of {steps}")
-    print(f"  {'':18s}   median  fastest   payload bytes of the busiest rank")
-    for name in ranks[0]:
-        slowest = [1e3 * max(times) for times in zip(*(rank[name][0][steps // 4 :] for rank in ranks), strict=True)]
-        nbytes = max(rank[name][1] for rank in ranks)
-        print(f"  {name:18s} {statistics.median(slowest):8.1f} {min(slowest):8.1f}   {nbytes}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["toy", "step"])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--link", default="100mbit")
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("docs/methods/efficient_adam_toy.svg"))
     arguments = parser.parse_args()
-    if arguments.what == "toy":
-        toy(arguments.workers, arguments.steps, arguments.seeds, arguments.out)
-    else:
-        step(arguments.workers, arguments.link, arguments.steps, arguments.batch)
+    toy(arguments.workers, arguments.steps, arguments.seeds, arguments.out)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class EfficientAdam(Method):
         exact_below: parameters of fewer entries than this travel unquantized, together in one message each way.
         moments: `"averaged"` also averages the optimizer's state (Adam's m and v), unquantized, every `moments_every`
             steps: for workers whose data differ in kind.
-        chunk: entries coded and sent at a time: chunk k goes up while chunk k − 1 comes down.
+        chunk: entries coded and sent at a time: chunk k is encoded while those before it are on the wire.
 
     Bytes a step, up from all n workers to other ranks or down to them: (n − 1)·(⌈d·bits/8⌉ + 4·blocks); sharded, each
     rank sends an n-th of that each way. One worker alone sends nothing and is the plain optimizer.
