@@ -170,8 +170,8 @@ def training(task: Task, workers: int, steps: int, seeds: range, out: Path) -> l
     """Figures 1 and 2: the budget of rounds spent evenly or as the variance asks; quantized gradients beside it."""
     adaptive = ADPSGD.format(steps)
     names = [adaptive, "local_sgd+period=8", "local_sgd+period=4", "allreduce", "qsgd"]
-    names.append(f"{adaptive}+compressor=uniform:4")
-    records = run_all(names, Plan(task, workers, steps, evaluations=40), seeds, out)
+    names += [f"{adaptive}+compressor=uniform:4", f"adpsgd+initial_period=1+total_steps={steps}+compressor=uniform:4"]
+    records = run_all(names, Plan(task, workers, steps, evaluations=20), seeds, out)
     print_means(records)
     return records
 
