@@ -184,8 +184,9 @@ def test_delay_and_loss_are_made_or_refused_with_the_reason() -> None:
 
 
 OWNER = """
-import os, pickle, sys
+import os, pickle, signal, sys
 from laconic.emulate import Link, Network
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
 with Network([Link(10_000_000)] * 2) as network:
     if os.fork() == 0:
         # A child that outlives its parent, with every descriptor of it: no reason for the network to stay.
@@ -196,7 +197,6 @@ with Network([Link(10_000_000)] * 2) as network:
     os.close(1)
     if "raise" in sys.argv:
         raise ZeroDivisionError
-    import signal
     signal.pause()
 """
 
