@@ -62,13 +62,17 @@ class DistributedComm(Comm):
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         # Out of place the input is still there to look at afterwards; in place it must be looked at now.
-        finite_here = is_finite(x) if out is x else None
+        finite_before = is_finite(x) if out is x else None
+
+        def finite_here() -> bool:
+            return is_finite(x) if finite_before is None else finite_before
+
         result = _copy(x, out)
         if self._backend == "gloo" and _nbytes(x) <= SMALL_NBYTES:
             self._small_mean(result)
-            self._require_finite(result, lambda: is_finite(x) if finite_here is None else finite_here)
+            self._require_finite(result, finite_here)
             return result
-        return self._mean("mean", x, result, lambda: is_finite(x) if finite_here is None else finite_here).wait()
+        return self._mean("mean", x, result, finite_here).wait()
 
     def _small_mean(self, result: Tensor) -> None:
         """In place. Each rank averages its share: as many bytes as gloo's ring, but two messages to wait for instead of

@@ -104,7 +104,7 @@ class EfficientAdam(Method):
                 quantized + exact, quantizers, torch.split(self.e_server, numels_served), strict=True
             )
         ]
-        self._served = [piece for pieces in served for piece in pieces]
+        self._served = [piece for pieces in served for piece in pieces]  # what e_server is about, in its order
         self._announced: Pending[list[Tensor]] | None = None
         self._told_to_pause = False
 

@@ -145,13 +145,9 @@ def test_the_mean_is_kept_whatever_the_order_of_events(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(a2cid2_module, "PIECE_NUMEL", piece_numel)
-        keep_the_mean(seed, graph, momentum, rate)
-
-
-def keep_the_mean(seed: int, graph: topology.Topology, momentum: bool, rate: Any) -> None:
-    world = World(laconic.A2CiD2(graph, rate=rate, momentum=momentum), graph, apart=True)
-    # Σx̃ must start as Σx does: δ = 0, while the workers themselves are apart.
-    rough_life(world, seed, events=60)
+        world = World(laconic.A2CiD2(graph, rate=rate, momentum=momentum), graph, apart=True)
+        # Σx̃ must start as Σx does: δ = 0, while the workers themselves are apart.
+        rough_life(world, seed, events=60)
     assert world.drift() < 1e-11
 
 
