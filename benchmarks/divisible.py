@@ -54,7 +54,7 @@ class Echo(Solo):
         return Arrived([chunks[0].clone()] * 2)
 
     def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
-        return Arrived([x, x])
+        return Arrived([x.clone(), x])
 
 
 def own_work(d: int, method: laconic.Divisible) -> dict[str, Any]:

@@ -62,19 +62,23 @@ class FlatParameters:
                         f"unfreeze and add parameters before the Worker is made"
                     )
 
+    def gradients(self) -> list[Tensor | None]:
+        found = [parameter.grad for parameter in self.parameters]
+        for name, gradient in zip(self.names, found, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ValueError(f"gradients must be dense, and that of {name!r} is {gradient.layout}")
+        return found
+
     def pack_gradient(self) -> Tensor:
         d = self.x.numel()
         if self._packed is None:
             self._packed = self.x.new_empty(d + len(self.parameters))
             self._packed_views = self.views(self._packed)
         packed, flags = self._packed, [0.0] * len(self.parameters)
-        for i, (name, parameter, view) in enumerate(zip(self.names, self.parameters, self._packed_views, strict=True)):
-            gradient = parameter.grad
+        for i, (gradient, view) in enumerate(zip(self.gradients(), self._packed_views, strict=True)):
             if gradient is None:
                 view.zero_()
                 continue
-            if gradient.layout != torch.strided:
-                raise ValueError(f"gradients must be dense, and that of {name!r} is {gradient.layout}")
             flags[i] = 1.0
             if gradient.data_ptr() != view.data_ptr():  # with zero_grad(set_to_none=False) it is this view already
                 view.copy_(gradient)

@@ -48,6 +48,12 @@ class Replica(Protocol):
     def unpack_gradient(self, packed: Tensor) -> None:
         """Make these the gradients the optimizer sees; where the flag is 0 the parameter has none."""
 
+    def gradients(self) -> list[Tensor | None]:
+        """Each parameter's own gradient, as the optimizer will see it: writing here changes it."""
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The part of a vector (d) that belongs to each parameter, in its shape."""
+
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's state of the parameters' shapes, by name, each as one vector (d): Adam's exp_avg, …
 
@@ -122,9 +128,9 @@ def fresh(method: Method) -> Method:
     return dataclasses.replace(method)
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str | int | None, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

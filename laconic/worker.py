@@ -117,6 +117,12 @@ class Worker:
     def unpack_gradient(self, packed: Tensor) -> None:
         self._flat.unpack_gradient(packed)
 
+    def gradients(self) -> list[Tensor | None]:
+        return self._flat.gradients()
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        return self._flat.views(vector)
+
     def moments(self) -> dict[str, Tensor]:
         if self._moment_names is None:
             # A rank may have no state yet, where its parameters had no gradient: agree on what there is anywhere.

@@ -16,18 +16,18 @@ from laconic.method import Replica
 class Correction:
     """Sums a worker's own gradients, gives the mean since the last time for sending, and adds what came of it."""
 
-    def __init__(self, x: Tensor, row: int) -> None:
-        self.total = torch.zeros_like(x)  # of the own gradients since they were last sent (d)
-        self.shift = torch.zeros_like(x)  # mean of all − own, as last known (d)
+    def __init__(self, worker: Replica, row: int) -> None:
+        self.total = torch.zeros_like(worker.x)  # of the own gradients since they were last sent (d)
+        self.shift = torch.zeros_like(worker.x)  # mean of all − own, as last known (d)
+        self._views = [worker.views(vector) for vector in (self.total, self.shift)]
         # Columns in the order in which their turn comes, as [how many, the step they were last sent in].
         self._turns = [[row, 0]]
 
     def correct(self, worker: Replica) -> None:
-        packed = worker.pack_gradient()
-        gradient = packed[: self.shift.numel()]
-        self.total += gradient
-        gradient += self.shift
-        worker.unpack_gradient(packed)
+        for gradient, total, shift in zip(worker.gradients(), *self._views, strict=True):
+            if gradient is not None:
+                total += gradient
+                gradient += shift
 
     def take(self, parts: list[slice], step: int) -> Tensor:
         """The mean own gradient of the next columns since they were last taken."""

@@ -18,13 +18,14 @@ from laconic.compress import Compressor, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.correction import Correction
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import CodedMean, Mean, Piece, PlainMean
+from laconic.methods.pieces import GatheredMean, Mean, OwnersMean, Piece, PlainMean
 
 # States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
 # The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
 LEAST_PLAIN, LEAST_CODED = 2, 4
 FOUR_BITS = Uniform(bits=4)
+FEW = 4  # workers up to which a coded mean goes in one hop by default, with n/2 times the bytes of two
 SMOOTHING = 0.9  # of the metrics, from step to step
 
 
@@ -46,11 +47,14 @@ class Divisible(Method):
             averaged in the background, which for Adam makes it three times as large, and takes no compressor.
         background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
-        delay: steps from sending a background message to applying it. A mean of codes takes two messages, so with a
-            compressor there is a piece every second step.
+        delay: steps from sending a background message to applying it.
+        hops: messages, one after the other, that a mean of codes takes: 1, all codes to everyone, who has the mean a
+            `delay` later; or 2, by way of owners, which needs fewer bytes from three workers on. None: 1 for up to
+            four workers, else 2.
 
-    Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or of what
-    the compressor makes of them, for c = 1 vector ("local"), 2 ("corrected") or 1 + those averaged.
+    Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
+    compressor codes of h·c·d/H entries, h = n−1 with one hop and 2(n−1)/n with two, for c = 1 vector ("local"), 2
+    ("corrected") or 1 + those averaged.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
@@ -61,6 +65,7 @@ class Divisible(Method):
     background: Compressor | None = FOUR_BITS
     max_period: int = 128
     delay: int = 1
+    hops: Literal[1, 2] | None = None
 
     # x = x_hat + e + s, where x_hat is the same on all ranks to the last bit, e this worker's moves that are in no
     # message yet, and s those in a background message. Neither is stored: s is what the pieces in flight were given,
@@ -88,6 +93,7 @@ class Divisible(Method):
             )
         check_count("max_period", self.max_period)
         check_count("delay", self.delay)
+        check_choice("hops", self.hops, (1, 2, None))
 
     def setup(self, worker: Replica) -> None:
         comm = worker.comm
@@ -100,10 +106,12 @@ class Divisible(Method):
         channel = comm.channel("background")
         if self.background is None:
             self._mean = PlainMean(channel, worker.x.numel())
+        elif (self.hops or (1 if comm.size <= FEW else 2)) == 1:
+            self._mean = GatheredMean(channel, worker.x.numel(), self.background)
         else:
-            self._mean = CodedMean(channel, worker.x, self.background)
+            self._mean = OwnersMean(channel, worker.x.numel(), self.background)
         if self.moments == "corrected":
-            self._correction = Correction(worker.x, self._mean.layout.row)
+            self._correction = Correction(worker, self._mean.layout.row)
         if self.period == "auto":
             self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
 
@@ -247,7 +255,7 @@ class Divisible(Method):
         return {
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
-            "residuals": self._mean.residuals if isinstance(self._mean, CodedMean) else [],
+            "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
             "correction": self._correction.state_dict() if self._correction is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
@@ -256,7 +264,7 @@ class Divisible(Method):
         own = dict(saved)
         self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
         residuals, correction, pace = own.pop("residuals"), own.pop("correction"), own.pop("pace")
-        if isinstance(self._mean, CodedMean):
+        if isinstance(self._mean, OwnersMean):
             self._mean.residuals = residuals
         if self._correction is not None:
             self._correction.load_state_dict(correction)

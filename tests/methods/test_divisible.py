@@ -5,6 +5,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.comm import Pending, Solo
-from laconic.compress import Log
+from laconic.compress import Compressor, Log, Uniform
 from laconic.methods.correction import Correction
 from laconic.methods.divisible import foreground_block
 from laconic.methods.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace
-from laconic.methods.pieces import CodedMean, Layout
+from laconic.methods.pieces import Layout, OwnersMean
 from tests.helpers import OPTIMIZERS, adam, build_model, rank, train, train_step
 from tests.oracles.divisible import divisible, foreground_blocks
 
@@ -31,9 +32,11 @@ METHODS = {
     ),  # corrections add up to nothing
     "slower than a sweep": laconic.Divisible(ratio=16, period=2, background=None, delay=5),
     "coded": laconic.Divisible(ratio=8, period=3, background=Log(3)),
-    "coded, late": laconic.Divisible(ratio=8, period=2, delay=2, background=Log(3)),
+    "two hops": laconic.Divisible(ratio=8, period=3, background=Log(3), hops=2),
+    "two hops, late": laconic.Divisible(ratio=8, period=2, delay=2, background=Log(3), hops=2),
     "auto": laconic.Divisible(ratio=8, background=None),
     "auto, coded": laconic.Divisible(ratio=8, background=Log(3)),
+    "auto, two hops": laconic.Divisible(ratio=8, background=Log(3), hops=2),
 }
 
 
@@ -41,7 +44,7 @@ def look(worker: laconic.Worker, d: int) -> dict[str, Any]:
     """What a worker and its method hold, as vectors (d)."""
     own: Any = worker.method
     lost, late = torch.zeros(d), torch.zeros(d)
-    if isinstance(own._mean, CodedMean):
+    if isinstance(own._mean, OwnersMean):
         row = own._mean.layout.row
         mine = slice(worker.rank * row, min((worker.rank + 1) * row, d))
         lost[mine] = sum(r[: lost[mine].numel()] for r in own._mean.residuals[:1])
@@ -103,7 +106,7 @@ def test_invariants_also_while_messages_are_in_flight(workers: int) -> None:
         assert by_step[-1][0]["in flight"] == 0
         assert all(torch.equal(rank["x"], by_step[-1][0]["x"]) for rank in by_step[-1]), "the agreed model"
         if "auto" not in name:
-            assert bool(mean(by_step[-1], "lost").any()) == ("coded" in name), "coarse codes leave something"
+            assert bool(mean(by_step[-1], "lost").any()) == ("two hops" in name), "coarse codes leave something"
 
 
 def test_sends_nothing_twice_and_forgets_nothing() -> None:
@@ -128,11 +131,16 @@ def test_sends_nothing_twice_and_forgets_nothing() -> None:
         torch.testing.assert_close(sent, torch.zeros(10))
 
 
-ORACLE: dict[int, list[tuple[str, int, int | None, int, str]]] = {
-    # workers: optimizer, ratio, period, delay, moments
-    2: [("adam", 8, 3, 1, "local"), ("adam", 1024, 5, 3, "averaged")],
-    3: [("sgd", 7, 2, 2, "averaged"), ("adam", 83, 100, 1, "local"), ("adam", 8, 3, 2, "corrected")],
-    4: [("sgd", 1, None, 1, "local")],
+ORACLE: dict[int, list[tuple[str, int, int | None, int, str, Compressor | None]]] = {
+    # workers: optimizer, ratio, period, delay, moments, background
+    2: [("adam", 8, 3, 1, "local", None), ("adam", 1024, 5, 3, "averaged", None)],
+    3: [
+        ("sgd", 7, 2, 2, "averaged", None),
+        ("adam", 83, 100, 1, "local", None),
+        ("adam", 8, 3, 2, "corrected", None),
+        ("sgd", 8, 4, 1, "local", Log(4)),
+    ],
+    4: [("sgd", 1, None, 1, "local", None), ("sgd", 16, 3, 2, "corrected", Uniform(4))],
 }
 
 
@@ -142,13 +150,13 @@ def test_agrees_with_the_oracle_for_200_steps(workers: int) -> None:
 
     def run() -> list[list[Tensor]]:
         return [
-            train(laconic.Divisible(ratio, period, moments, None, delay=delay), OPTIMIZERS[optimizer], steps)  # type: ignore[arg-type]
-            for optimizer, ratio, period, delay, moments in ORACLE[workers]
+            train(laconic.Divisible(ratio, period, moments, background, delay=delay), OPTIMIZERS[optimizer], steps)  # type: ignore[arg-type]
+            for optimizer, ratio, period, delay, moments, background in ORACLE[workers]
         ]
 
     results = laconic.spawn(run, workers)
-    for case, (optimizer, ratio, period, delay, moments) in enumerate(ORACLE[workers]):
-        expected = divisible(OPTIMIZERS[optimizer], workers, steps, ratio, period, delay, moments)
+    for case, (optimizer, ratio, period, delay, moments, background) in enumerate(ORACLE[workers]):
+        expected = divisible(OPTIMIZERS[optimizer], workers, steps, ratio, period, delay, moments, background)
         for step in range(steps):
             for worker in range(workers):
                 torch.testing.assert_close(
@@ -222,9 +230,11 @@ def test_workers_that_are_alike_are_as_one(d: int, ratio: int, period: int, dela
         torch.testing.assert_close(worker.x, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("moments", "background"), [("corrected", Log(3)), ("averaged", None)])
-def test_resumes_bit_for_bit_with_messages_in_flight(moments: Any, background: Any) -> None:
-    method = laconic.Divisible(8, 3, moments, background, delay=2)
+@pytest.mark.parametrize(
+    ("moments", "background", "hops"), [("corrected", Log(3), 1), ("corrected", Log(3), 2), ("averaged", None, None)]
+)
+def test_resumes_bit_for_bit_with_messages_in_flight(moments: Any, background: Any, hops: Any) -> None:
+    method = laconic.Divisible(8, 3, moments, background, delay=2, hops=hops)
 
     def run() -> tuple[list[Tensor], list[list[Tensor]]]:
         saved = []
@@ -263,7 +273,7 @@ def test_resumes_bit_for_bit_with_messages_in_flight(moments: Any, background: A
                 assert all(torch.equal(x, y) for x, y in zip(path, whole, strict=True))
 
 
-@pytest.mark.parametrize("name", ["late", "coded"])
+@pytest.mark.parametrize("name", ["late", "coded", "two hops"])
 def test_a_straggler_changes_nothing_but_time(name: str) -> None:
     def run() -> tuple[list[Tensor], list[Tensor]]:
         def slowly(model: nn.Module) -> torch.optim.Optimizer:
@@ -285,7 +295,9 @@ def test_extreme_settings_and_fewer_coordinates_than_pieces() -> None:
         laconic.Divisible(ratio=1, period=2, background=None),
         laconic.Divisible(ratio=3, period=1000, background=None),
         laconic.Divisible(ratio=3, period=1000, background=Log(3)),
+        laconic.Divisible(ratio=3, period=1000, background=Log(3), hops=2),
         laconic.Divisible(ratio=3, period=1, background=Log(3)),
+        laconic.Divisible(ratio=3, period=1, background=Log(3), hops=2),
         laconic.Divisible(ratio=3, max_period=1),
     ]
     results = laconic.spawn(lambda: [push(method, 12, d=5) for method in methods], 4)
@@ -329,7 +341,8 @@ def test_corrected_gradients_become_the_mean_gradient() -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 20))
 def test_corrections_count_the_steps_also_when_pieces_change(widths: list[int], row: int) -> None:
-    last, correction, column = [0] * row, Correction(torch.zeros(row), row), 0
+    worker: Any = SimpleNamespace(x=torch.zeros(row), views=lambda vector: [vector])
+    last, correction, column = [0] * row, Correction(worker, row), 0
     for step, width in enumerate(widths, start=1):
         columns = slice(column, min(column + width, row))
         correction.total += 1
@@ -347,6 +360,7 @@ def test_payload_is_the_formula() -> None:
         for method in (
             laconic.Divisible(ratio=100, period=5, background=None),
             laconic.Divisible(ratio=100, period=5, background=Log(3)),
+            laconic.Divisible(ratio=100, period=5, background=Log(3), hops=2),
             laconic.Divisible(ratio=100, period=5, moments="averaged", background=None),
             laconic.Divisible(ratio=100, period=5, moments="corrected", background=None),
         ):
@@ -363,10 +377,11 @@ def test_payload_is_the_formula() -> None:
 
     foreground = steps * round(2 * (n - 1) / n * 4 * 10)
     plain = steps * round(2 * (n - 1) / n * 4 * d / 5)
-    # Coded, a message starts in each step from the second on, of 2/5, 2/5 and 1/5 of each row; 250 are a row.
-    messages = [(n - 1) * (4 + -(-3 * columns // 8)) for columns in (100, 100, 50)]  # a scale and 3 bits an entry
-    coded = sum(2 * messages[piece] for piece in (0, 1, 2, 0)) + messages[1]
-    background = [plain, coded, 3 * plain, 2 * plain]
+    coded = steps * (n - 1) * (4 + 3 * 200 // 8)  # a scale and 3 bits an entry
+    # In two hops, a message starts in each step from the second on, of 2/5, 2/5 and 1/5 of each row; 250 are a row.
+    messages = [(n - 1) * (4 + -(-3 * columns // 8)) for columns in (100, 100, 50)]
+    two_hops = sum(2 * messages[piece] for piece in (0, 1, 2, 0)) + messages[1]
+    background = [plain, coded, two_hops, 3 * plain, 2 * plain]
     assert laconic.spawn(run, n) == [[(foreground, nbytes) for nbytes in background]] * n
 
 
@@ -570,6 +585,7 @@ def test_averaged_moments_of_an_optimizer_without_any() -> None:
         ("moments", "global", "moments must be one of local, corrected, averaged, not 'global'"),
         ("max_period", 0, "max_period must be a whole number, at least 1, not 0"),
         ("delay", 0, "delay must be a whole number, at least 1, not 0"),
+        ("hops", 3, "hops must be one of 1, 2, None, not 3"),
         ("background", "4bit", "background must be a compressor or None, not '4bit'"),
     ],
 )

@@ -1,10 +1,14 @@
-"""Divisible communication as one loop over all workers, with e and s of every worker written out (no compressor)."""
+"""Divisible communication as one loop over all workers, with e and s of every worker written out.
+
+With a compressor, as when all codes go to everyone in one hop.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from laconic.compress import Compressor
 from tests.helpers import Optimize, build_model, flat, loss
 
 
@@ -20,9 +24,20 @@ def foreground_blocks(d: int, ratio: int) -> list[range]:
 
 
 def divisible(
-    optimize: Optimize, workers: int, steps: int, ratio: int, period: int | None, delay: int, moments: str = "local"
+    optimize: Optimize,
+    workers: int,
+    steps: int,
+    ratio: int,
+    period: int | None,
+    delay: int,
+    moments: str = "local",
+    background: Compressor | None = None,
 ) -> list[list[Tensor]]:
     """For each step, x of each worker."""
+
+    def said(vector: Tensor) -> Tensor:
+        return vector if background is None else background.decode(background.encode(vector), len(vector))
+
     models = [build_model() for _ in range(workers)]
     optimizers = [optimize(model) for model in models]
     x = [flat(model) for model in models]
@@ -75,18 +90,18 @@ def divisible(
 
         if pieces:
             piece = pieces[(step - 1) % len(pieces)]
-            sent = [e[i][piece].clone() for i in range(workers)]
+            sent = [said(e[i][piece]) for i in range(workers)]
             names = moment_names(optimizers[0]) if moments == "averaged" else []
             snapshots = [
                 {name: moment(models[i], optimizers[i], name)[piece] for name in names} for i in range(workers)
             ]
             if moments == "corrected":
-                snapshots = [{"gradient": g[i][piece] / (step - last[piece])} for i in range(workers)]
+                snapshots = [{"gradient": said(g[i][piece] / (step - last[piece]))} for i in range(workers)]
                 last[piece] = step
             for i in range(workers):
                 g[i][piece] = 0
-                s[i][piece] += e[i][piece]
-                e[i][piece] = 0
+                s[i][piece] += sent[i]
+                e[i][piece] -= sent[i]
             flying.append((step, piece, sent, snapshots))
 
         for i in range(workers):
