@@ -115,7 +115,7 @@ FIGURES = {
         5.8,
     ),
     "imagenet": Figure(tasks.find_task("fashion")(batch_size=512), 2.6, "divisible+ratio=64", 3.2),
-    "wmt16": Figure(tasks.find_task("translate")(batch_size=128), 6.4, "divisible+ratio=128", 6.3),
+    "wmt16": Figure(tasks.find_task("translate")(batch_size=32), 6.4, "divisible+ratio=128", 6.3),
 }
 STEPS = {
     "none": 40,

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Comm
-from laconic.compress import Compressor, Uniform
+from laconic.compress import Compressor, Log, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.correction import Correction
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import GatheredMean, Mean, OwnersMean, Piece, PlainMean
+from laconic.methods.pieces import Coders, GatheredMean, Mean, OwnersMean, Piece, PlainMean
 
 # States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
 # The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
 LEAST_PLAIN, LEAST_CODED = 2, 4
 FOUR_BITS = Uniform(bits=4)
+GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
 FEW = 4  # workers up to which a coded mean goes in one hop by default, with n/2 times the bytes of two
 SMOOTHING = 0.9  # of the metrics, from step to step
 
@@ -43,8 +44,8 @@ class Divisible(Method):
             takes the shortest that fits. None: no background.
         moments: what the optimizer's state (Adam's m and v) is made of. "local": of the worker's own gradients. For
             workers that hold different kinds of data, "corrected": of gradients corrected by the stale mean gradient,
-            which travels in the background too and makes it twice as large; or "averaged": the state itself is
-            averaged in the background, which for Adam makes it three times as large, and takes no compressor.
+            which travels in the background too (in `Log(4)` where there is a compressor); or "averaged": the state
+            itself is averaged in the background, which for Adam makes it three times as large, and takes no compressor.
         background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
@@ -53,7 +54,7 @@ class Divisible(Method):
             four workers, else 2.
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
-    compressor codes of h·c·d/H entries, h = n−1 with one hop and 2(n−1)/n with two, for c = 1 vector ("local"), 2
+    compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("local"), 2
     ("corrected") or 1 + those averaged.
     """
 
@@ -106,10 +107,10 @@ class Divisible(Method):
         channel = comm.channel("background")
         if self.background is None:
             self._mean = PlainMean(channel, worker.x.numel())
-        elif (self.hops or (1 if comm.size <= FEW else 2)) == 1:
-            self._mean = GatheredMean(channel, worker.x.numel(), self.background)
         else:
-            self._mean = OwnersMean(channel, worker.x.numel(), self.background)
+            coders = Coders([self.background, GRADIENT_CODE][: 2 if self.moments == "corrected" else 1], comm.rank)
+            hops = self.hops or (1 if comm.size <= FEW else 2)
+            self._mean = (GatheredMean if hops == 1 else OwnersMean)(channel, worker.x.numel(), coders)
         if self.moments == "corrected":
             self._correction = Correction(worker, self._mean.layout.row)
         if self.period == "auto":

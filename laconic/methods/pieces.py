@@ -7,7 +7,7 @@ workers on, but two messages, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,25 +109,55 @@ class PlainMean:
         return list(piece.wait().split(sum(piece.lengths)))
 
 
+class Coders:
+    """A compressor for each vector of a piece; their codes follow one another in a message."""
+
+    def __init__(self, compressors: Sequence[Compressor], rank: int) -> None:
+        self._compressors = [compressor.for_rank(rank) for compressor in compressors]
+        self._rank = rank
+
+    def nbytes(self, length: int) -> int:
+        return sum(compressor.nbytes(length) for compressor in self._compressors)
+
+    def encode(self, vectors: Sequence[Tensor], step: int) -> Tensor:
+        """Their codes. The vectors become what the codes say of them."""
+        codes = []
+        for compressor, vector in zip(self._compressors, vectors, strict=True):
+            try:
+                codes.append(compressor.encode(vector, step=step))
+            except ValueError as error:  # an entry is not finite
+                where = f"NaN or infinity on rank {self._rank}"
+                raise FloatingPointError(f"background at step {step}: {where} ({error})") from error
+            compressor.decode(codes[-1], vector.numel(), step=step, out=vector)
+        return torch.cat(codes)
+
+    def find(self, message: Tensor, vectors: Sequence[Tensor]) -> Iterator[tuple[Compressor, Tensor, Tensor]]:
+        """Each vector with its compressor, and its code's place in the message."""
+        start = 0
+        for compressor, vector in zip(self._compressors, vectors, strict=True):
+            stop = start + compressor.nbytes(vector.numel())
+            yield compressor, message[start:stop], vector
+            start = stop
+
+
 class GatheredMean:
     """Everyone's codes to everyone: n/2 times the bytes of `OwnersMean`, half the way, and nothing is coded twice."""
 
     messages = 1
 
-    def __init__(self, comm: Comm, d: int, compressor: Compressor) -> None:
+    def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
         self.layout = Layout(d, 1)
-        self._comm, self._compressor = comm, compressor.for_rank(comm.rank)
+        self._comm, self._coders = comm, coders
 
     def send(self, piece: Piece) -> None:
-        codes = [encode(self._compressor, given, piece.step, self._comm.rank) for given in piece.given]
-        piece.pending = self._comm.all_gather_async(torch.cat(codes))
+        piece.pending = self._comm.all_gather_async(self._coders.encode(piece.given, piece.step))
         piece.messages = 1
 
     def receive(self, piece: Piece) -> list[Tensor]:
         means = [torch.zeros_like(given) for given in piece.given]
         for message in piece.wait():  # in the order of ranks, so that all have the same bits
-            for code, mean in zip(message.chunk(len(means)), means, strict=True):
-                self._compressor.decode_add(code, mean, 1 / self._comm.size, step=piece.step)
+            for coder, code, mean in self._coders.find(message, means):
+                coder.decode_add(code, mean, 1 / self._comm.size, step=piece.step)
         return means
 
 
@@ -136,17 +166,15 @@ class OwnersMean:
 
     messages = 2
 
-    def __init__(self, comm: Comm, d: int, compressor: Compressor) -> None:
+    def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
         self.layout = Layout(d, comm.size)
         self.residuals: list[Tensor] = []
-        self._comm, self._compressor = comm, compressor.for_rank(comm.rank)
+        self._comm, self._coders = comm, coders
 
     def send(self, piece: Piece) -> None:
-        codes: list[list[Tensor]] = [[] for _ in piece.parts]  # by owner, then vector
-        for vector in piece.given:
-            for owner, (_, given) in enumerate(piece.split(vector)):
-                codes[owner].append(encode(self._compressor, given, piece.step, self._comm.rank))
-        piece.pending = self._comm.all_to_all_async([torch.cat(code) for code in codes])
+        by_owner = zip(*(torch.split(vector, piece.lengths) for vector in piece.given), strict=True)
+        codes = [self._coders.encode(list(parts), piece.step) for parts in by_owner]
+        piece.pending = self._comm.all_to_all_async(codes)
         piece.messages = 1
 
     def receive(self, piece: Piece) -> list[Tensor] | None:
@@ -154,42 +182,26 @@ class OwnersMean:
             self._pass_on(piece, piece.wait())
             return None
         means = [torch.empty_like(given) for given in piece.given]
-        for k, mean in enumerate(means):
-            for message, (_, part) in zip(piece.wait(), piece.split(mean), strict=True):
-                code = self._code(message, k, part.numel())
-                self._compressor.decode(code, part.numel(), step=piece.step, out=part)
+        by_owner = zip(*(torch.split(mean, piece.lengths) for mean in means), strict=True)
+        for message, parts in zip(piece.wait(), by_owner, strict=True):
+            for coder, code, part in self._coders.find(message, parts):
+                coder.decode(code, part.numel(), step=piece.step, out=part)
         return means
 
     def _pass_on(self, piece: Piece, received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""
         own = piece.parts[self._comm.rank]
         length, row = own.stop - own.start, self._comm.rank * self.layout.row
+        means = [torch.zeros_like(given[:length]) for given in piece.given]
+        for codes in received:
+            for coder, code, mean in self._coders.find(codes, means):
+                coder.decode_add(code, mean, 1 / len(received), step=piece.step)
+        if not self.residuals:
+            self.residuals = [mean.new_zeros(self.layout.row) for mean in means]
         # Rows end at different columns, and a gather takes messages of one length.
-        message = received[0].new_zeros(len(piece.given) * self._compressor.nbytes(max(piece.lengths)))
-        for k in range(len(piece.given)):
-            mean = torch.zeros(length, dtype=torch.float32, device=message.device)
-            for codes in received:
-                code = self._code(codes, k, length)
-                self._compressor.decode_add(code, mean, 1 / len(received), step=piece.step)
-            if k == len(self.residuals):
-                self.residuals.append(mean.new_zeros(self.layout.row))
-            residual = self.residuals[k][own.start - row : own.stop - row]
-            out = self._code(message, k, length)
-            encode_with_feedback(self._compressor, mean, residual, step=piece.step, out=out)
+        message = received[0].new_zeros(self._coders.nbytes(max(piece.lengths)))
+        for (coder, code, mean), residual in zip(self._coders.find(message, means), self.residuals, strict=True):
+            unsaid = residual[own.start - row : own.stop - row]
+            encode_with_feedback(coder, mean, unsaid, step=piece.step, out=code)
         piece.pending = self._comm.all_gather_async(message)
         piece.messages = 2
-
-    def _code(self, message: Tensor, k: int, length: int) -> Tensor:
-        """The code of vector k in a message about `length` coordinates."""
-        nbytes = self._compressor.nbytes(length)
-        return message[k * nbytes : (k + 1) * nbytes]
-
-
-def encode(compressor: Compressor, given: Tensor, step: int, rank: int) -> Tensor:
-    """The code of `given`, which becomes what the code says of it."""
-    try:
-        code = compressor.encode(given, step=step)
-    except ValueError as error:  # an entry is not finite
-        raise FloatingPointError(f"background at step {step}: NaN or infinity on rank {rank} ({error})") from error
-    compressor.decode(code, given.numel(), step=step, out=given)
-    return code

@@ -363,6 +363,7 @@ def test_payload_is_the_formula() -> None:
             laconic.Divisible(ratio=100, period=5, background=Log(3), hops=2),
             laconic.Divisible(ratio=100, period=5, moments="averaged", background=None),
             laconic.Divisible(ratio=100, period=5, moments="corrected", background=None),
+            laconic.Divisible(ratio=100, period=5, moments="corrected", background=Log(3)),
         ):
             model = nn.Linear(d, 1, bias=False)
             optimizer = torch.optim.Adam(model.parameters())
@@ -381,7 +382,8 @@ def test_payload_is_the_formula() -> None:
     # In two hops, a message starts in each step from the second on, of 2/5, 2/5 and 1/5 of each row; 250 are a row.
     messages = [(n - 1) * (4 + -(-3 * columns // 8)) for columns in (100, 100, 50)]
     two_hops = sum(2 * messages[piece] for piece in (0, 1, 2, 0)) + messages[1]
-    background = [plain, coded, two_hops, 3 * plain, 2 * plain]
+    corrected = steps * (n - 1) * (4 + 4 * 200 // 8)  # the gradient, in 4 bits
+    background = [plain, coded, two_hops, 3 * plain, 2 * plain, coded + corrected]
     assert laconic.spawn(run, n) == [[(foreground, nbytes) for nbytes in background]] * n
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laconic.compress import Compressor
+from laconic.compress import Compressor, Log
 from tests.helpers import Optimize, build_model, flat, loss
 
 
@@ -35,8 +35,8 @@ def divisible(
 ) -> list[list[Tensor]]:
     """For each step, x of each worker."""
 
-    def said(vector: Tensor) -> Tensor:
-        return vector if background is None else background.decode(background.encode(vector), len(vector))
+    def said(vector: Tensor, by: Compressor | None = background) -> Tensor:
+        return vector if background is None or by is None else by.decode(by.encode(vector), len(vector))
 
     models = [build_model() for _ in range(workers)]
     optimizers = [optimize(model) for model in models]
@@ -96,7 +96,7 @@ def divisible(
                 {name: moment(models[i], optimizers[i], name)[piece] for name in names} for i in range(workers)
             ]
             if moments == "corrected":
-                snapshots = [{"gradient": said(g[i][piece] / (step - last[piece]))} for i in range(workers)]
+                snapshots = [{"gradient": said(g[i][piece] / (step - last[piece]), Log(4))} for i in range(workers)]
                 last[piece] = step
             for i in range(workers):
                 g[i][piece] = 0
