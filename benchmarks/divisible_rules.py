@@ -1,0 +1,259 @@
+"""Other rules for Divisible's background, tried on the task fashion: its workers simulated in one process, no network.
+
+    LACONIC_DATA=… python benchmarks/divisible_rules.py hops corrected mixed shared --seeds 2
+
+Accuracy in percent of the mean model after 400 steps of Adam at 2e-3, four workers, for each seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic import compress
+from laconic.tasks.fashion import Fashion
+
+
+@dataclass(frozen=True)
+class Case:
+    """`moments`: full (Adam on the fresh mean gradient), local and corrected as in the library, shared (Adam on the
+    stale mean gradient: all replicas are alike). `coder` is for the own steps, `gradient_coder` for gradients."""
+
+    moments: str = "local"
+    period: int = 4
+    delay: int = 1
+    coder: str = "identity"
+    gradient_coder: str = "identity"
+    feedback: bool = False  # what a gradient's code loses goes into the next one
+    fresh: int = 0  # the smallest tensors, up to d / fresh entries, have the fresh mean gradient in every step
+    lookahead: float = 0.0  # shared: gradients are taken where x will be after so many more steps like the last
+    own: float = 1.0  # corrected: the share of the own gradient, and of the own stale one that is taken off
+    partition: str = "iid"
+    lr: float = 2e-3
+
+
+CASES = {
+    "hops": [
+        Case("full"),
+        Case(period=1, delay=0),
+        Case(period=1),
+        Case(period=4),
+        Case(period=4, delay=2),
+        Case(period=4, coder="uniform:4"),
+        Case(period=4, coder="log:4"),
+        Case(period=8, coder="uniform:4"),
+        Case(period=8, coder="log:4"),
+    ],
+    "corrected": [
+        Case("corrected", period, delay, coder, gradient_coder, feedback, fresh, partition="classes:2")
+        for period, delay, coder, gradient_coder, feedback, fresh in [
+            (1, 0, "identity", "identity", False, 0),
+            (1, 1, "identity", "identity", False, 0),
+            (4, 1, "identity", "identity", False, 0),
+            (4, 2, "identity", "identity", False, 0),
+            (4, 1, "uniform:4", "uniform:4", False, 0),
+            (4, 1, "uniform:4", "uniform:4", True, 0),
+            (4, 1, "uniform:4", "log:3", False, 0),
+            (4, 1, "uniform:4", "log:4", False, 0),
+            (4, 1, "uniform:4", "uniform:8", False, 0),
+            (4, 1, "log:4", "log:4", False, 0),
+            (4, 1, "log:4", "log:4", True, 0),
+            (3, 1, "log:4", "log:4", False, 0),
+            (2, 1, "log:4", "log:4", False, 0),
+            (2, 1, "log:4", "log:4", True, 0),
+            (2, 1, "uniform:4", "uniform:4", False, 0),
+            (4, 1, "identity", "identity", False, 128),
+        ]
+    ],
+    "mixed": [
+        Case("corrected", own=0.5),
+        Case("corrected", own=0.5, partition="classes:2"),
+    ],
+    "shared": [
+        Case("shared", period, delay, lookahead=lookahead, lr=lr)
+        for period, delay, lookahead, lr in [
+            (1, 0, 0.0, 2e-3),
+            (1, 1, 0.0, 2e-3),
+            (1, 1, 1.0, 2e-3),
+            (2, 1, 2.0, 2e-3),
+            (1, 2, 2.0, 2e-3),
+            (4, 1, 3.0, 2e-3),
+            (1, 1, 0.0, 1e-3),
+            (1, 1, 1.0, 1e-3),
+        ]
+    ],
+}
+
+
+class Replica:
+    """One worker's model and optimizer, its parameters and gradients as vectors (d)."""
+
+    def __init__(self, task: Fashion, shard: Any, steps: int) -> None:
+        self.model = task.build_model()
+        parameters = list(self.model.parameters())
+        self.x = torch.cat([p.data.reshape(-1) for p in parameters])
+        self.g = torch.zeros_like(self.x)
+        self.spans, start = [], 0
+        for p in parameters:
+            span = slice(start, start + p.numel())
+            p.data, p.grad = self.x[span].view_as(p), self.g[span].view_as(p)
+            self.spans.append(span)
+            start = span.stop
+        self.optimizer = task.build_optimizer(self.model)
+        self.schedule = task.build_schedule(self.optimizer, steps)
+        self._task, self._shard = task, shard
+
+    def gradient(self, step: int) -> Tensor:
+        self.g.zero_()
+        self._task.loss(self.model, self._shard.batch(step - 1)).backward()
+        return self.g
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+
+
+class Channel:
+    """Means of one vector that all workers sent: each coordinate once a `period`, back after `delay` steps."""
+
+    def __init__(self, case: Case, d: int, coder: str) -> None:
+        self._compressor = compress.parse(coder)
+        self._width, self._pieces, self._delay = -(-d // case.period), case.period, case.delay
+        self._flying: deque[tuple[int, slice, list[Tensor], Tensor]] = deque()
+
+    def piece(self, step: int, d: int) -> slice:
+        start = (step - 1) % self._pieces * self._width
+        return slice(start, min(start + self._width, d))
+
+    def send(self, step: int, piece: slice, vectors: list[Tensor]) -> list[Tensor]:
+        """What the codes say."""
+        said = [self._compressor.decode(self._compressor.encode(v), v.numel()) for v in vectors]
+        self._flying.append((step + self._delay, piece, said, torch.stack(said).mean(0)))
+        return said
+
+    def due(self, step: int) -> list[tuple[slice, list[Tensor], Tensor]]:
+        arrived = []
+        while self._flying and self._flying[0][0] <= step:
+            arrived.append(self._flying.popleft()[1:])
+        return arrived
+
+
+def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
+    """The library's rule, and full communication: the mean model (d)."""
+    n, d = len(replicas), replicas[0].x.numel()
+    x_hat, s = replicas[0].x.clone(), torch.zeros(n, d)
+    total, shift = torch.zeros(n, d), torch.zeros(n, d)
+    moves, gradients = Channel(case, d, case.coder), Channel(case, d, case.gradient_coder)
+    fresh = smallest(replicas[0].spans, d // case.fresh) if case.fresh else []
+    for step in range(1, steps + 1):
+        for replica in replicas:
+            replica.gradient(step)
+        with torch.no_grad():
+            news = torch.stack([replica.g for replica in replicas]).mean(0) if fresh or case.moments == "full" else None
+            for i, replica in enumerate(replicas):
+                total[i] += replica.g
+                replica.g.mul_(case.own).add_(shift[i])
+                for span in [slice(0, d)] if case.moments == "full" else fresh:
+                    assert news is not None
+                    replica.g[span] = news[span]
+        for replica in replicas:
+            replica.step()
+        if case.moments == "full":
+            continue
+        with torch.no_grad():
+            for late in (True, False):  # without a delay, what is sent now arrives now
+                if not late:
+                    piece = moves.piece(step, d)
+                    e = [replica.x[piece] - x_hat[piece] - s[i, piece] for i, replica in enumerate(replicas)]
+                    for own, said in zip(s, moves.send(step, piece, e), strict=True):
+                        own[piece] += said
+                    if case.moments == "corrected":
+                        age = min(step, case.period)
+                        told = gradients.send(step, piece, [own[piece] / age for own in total])
+                        for own, said in zip(total, told, strict=True):
+                            own[piece] = own[piece] - age * said if case.feedback else 0
+                for piece, given, mean in moves.due(step):
+                    x_hat[piece] += mean
+                    for i, replica in enumerate(replicas):
+                        replica.x[piece] += mean - given[i]
+                        s[i, piece] -= given[i]
+                for piece, given, mean in gradients.due(step):
+                    for i in range(n):
+                        shift[i, piece] = mean - case.own * given[i]
+    return torch.stack([replica.x for replica in replicas]).mean(0)
+
+
+def shared(case: Case, replicas: list[Replica], steps: int) -> Tensor:
+    """All replicas are the first one, which takes each worker's gradient in turn."""
+    first, d = replicas[0], replicas[0].x.numel()
+    x, known = first.x.clone(), torch.zeros(d)
+    total = torch.zeros(len(replicas), d)
+    gradients = Channel(case, d, case.gradient_coder)
+    for step in range(1, steps + 1):
+        for own, replica in zip(total, replicas, strict=True):
+            replica.x.copy_(first.x)
+            own += replica.gradient(step)
+        with torch.no_grad():
+            piece, age = gradients.piece(step, d), min(step, case.period)
+            told = gradients.send(step, piece, [own[piece] / age for own in total])
+            for own, said in zip(total, told, strict=True):
+                own[piece] -= age * said
+            for arrived, _, mean in gradients.due(step):
+                known[arrived] = mean
+            first.g.copy_(known)
+            first.x.copy_(x)
+        first.step()
+        with torch.no_grad():
+            moved = first.x - x
+            x.copy_(first.x)
+            first.x.add_(moved, alpha=case.lookahead)
+    return x
+
+
+def smallest(spans: list[slice], budget: int) -> list[slice]:
+    found = []
+    for span in sorted(spans, key=lambda span: span.stop - span.start):
+        if span.stop - span.start <= budget:
+            found.append(span)
+            budget -= span.stop - span.start
+    return found
+
+
+def accuracy(case: Case, seed: int, workers: int, steps: int) -> float:
+    task = Fashion(lr=case.lr, partition=case.partition)
+    torch.manual_seed(seed)
+    replicas = [Replica(task, task.load(rank, workers, seed), steps) for rank in range(workers)]
+    for replica in replicas[1:]:
+        replica.x.copy_(replicas[0].x)
+    x = (shared if case.moments == "shared" else own_steps)(case, replicas, steps)
+    replicas[0].x.copy_(x)
+    return 100 * task.evaluate(replicas[0].model)["accuracy"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="+", choices=CASES)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [f.name for f in dataclasses.fields(Case)]
+    print("| " + " | ".join(names) + " | accuracy, % | mean |")
+    print("|---" * (len(names) + 2) + "|")
+    for case in (case for group in options.groups for case in CASES[group]):
+        values = [accuracy(case, seed, options.workers, options.steps) for seed in range(options.seeds)]
+        cells = [str(getattr(case, name)) for name in names] + [" ".join(f"{v:.2f}" for v in values)]
+        print("| " + " | ".join(cells) + f" | {statistics.fmean(values):.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
