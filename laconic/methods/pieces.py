@@ -154,7 +154,7 @@ class GatheredMean:
         piece.messages = 1
 
     def receive(self, piece: Piece) -> list[Tensor]:
-        means = [torch.zeros_like(given) for given in piece.given]
+        means = [given.new_zeros(given.shape, dtype=torch.float32) for given in piece.given]
         for message in piece.wait():  # in the order of ranks, so that all have the same bits
             for coder, code, mean in self._coders.find(message, means):
                 coder.decode_add(code, mean, 1 / self._comm.size, step=piece.step)
@@ -192,7 +192,7 @@ class OwnersMean:
         """As the owner: the code of the mean of what all have sent, to all."""
         own = piece.parts[self._comm.rank]
         length, row = own.stop - own.start, self._comm.rank * self.layout.row
-        means = [torch.zeros_like(given[:length]) for given in piece.given]
+        means = [given.new_zeros(length, dtype=torch.float32) for given in piece.given]
         for codes in received:
             for coder, code, mean in self._coders.find(codes, means):
                 coder.decode_add(code, mean, 1 / len(received), step=piece.step)
