@@ -211,13 +211,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/adpsgd"))
     given = parser.parse_args()
     seeds = range(given.seed, given.seed + given.seeds)
+    task = dataclasses.replace(stepped_task(given.task), batch_size=given.batch_size)
     match given.figure:
         case "own-work":
             print_own_work(given.repetitions)
         case "training":
-            training(stepped_task(given.task), given.workers, given.steps, seeds, given.out)
+            training(task, given.workers, given.steps, seeds, given.out)
         case "speed":
-            task = dataclasses.replace(stepped_task(given.task), batch_size=given.batch_size)
             speed(task, given.workers, given.steps, seeds, given.rhos, given.out)
 
 
