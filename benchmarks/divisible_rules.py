@@ -152,42 +152,46 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     x_hat, s = replicas[0].x.clone(), torch.zeros(n, d)
     total, shift = torch.zeros(n, d), torch.zeros(n, d)
     moves, gradients = Channel(case, d, case.coder), Channel(case, d, case.gradient_coder)
-    fresh = smallest(replicas[0].spans, d // case.fresh) if case.fresh else []
+    fresh = (
+        [slice(0, d)] if case.moments == "full" else smallest(replicas[0].spans, d // case.fresh if case.fresh else 0)
+    )
+
+    def apply_due(step: int) -> None:
+        for piece, given, mean in moves.due(step):
+            x_hat[piece] += mean
+            for i, replica in enumerate(replicas):
+                replica.x[piece] += mean - given[i]
+                s[i, piece] -= given[i]
+        for piece, given, mean in gradients.due(step):
+            for i in range(n):
+                shift[i, piece] = mean - case.own * given[i]
+
     for step in range(1, steps + 1):
         for replica in replicas:
             replica.gradient(step)
         with torch.no_grad():
-            news = torch.stack([replica.g for replica in replicas]).mean(0) if fresh or case.moments == "full" else None
+            news = [torch.stack([replica.g[span] for replica in replicas]).mean(0) for span in fresh]
             for i, replica in enumerate(replicas):
                 total[i] += replica.g
                 replica.g.mul_(case.own).add_(shift[i])
-                for span in [slice(0, d)] if case.moments == "full" else fresh:
-                    assert news is not None
-                    replica.g[span] = news[span]
+                for span, mean in zip(fresh, news, strict=True):
+                    replica.g[span] = mean
         for replica in replicas:
             replica.step()
         if case.moments == "full":
             continue
         with torch.no_grad():
-            for late in (True, False):  # without a delay, what is sent now arrives now
-                if not late:
-                    piece = moves.piece(step, d)
-                    e = [replica.x[piece] - x_hat[piece] - s[i, piece] for i, replica in enumerate(replicas)]
-                    for own, said in zip(s, moves.send(step, piece, e), strict=True):
-                        own[piece] += said
-                    if case.moments == "corrected":
-                        age = min(step, case.period)
-                        told = gradients.send(step, piece, [own[piece] / age for own in total])
-                        for own, said in zip(total, told, strict=True):
-                            own[piece] = own[piece] - age * said if case.feedback else 0
-                for piece, given, mean in moves.due(step):
-                    x_hat[piece] += mean
-                    for i, replica in enumerate(replicas):
-                        replica.x[piece] += mean - given[i]
-                        s[i, piece] -= given[i]
-                for piece, given, mean in gradients.due(step):
-                    for i in range(n):
-                        shift[i, piece] = mean - case.own * given[i]
+            apply_due(step)
+            piece = moves.piece(step, d)
+            e = [replica.x[piece] - x_hat[piece] - s[i, piece] for i, replica in enumerate(replicas)]
+            for own, said in zip(s, moves.send(step, piece, e), strict=True):
+                own[piece] += said
+            if case.moments == "corrected":
+                age = min(step, case.period)
+                told = gradients.send(step, piece, [own[piece] / age for own in total])
+                for own, said in zip(total, told, strict=True):
+                    own[piece] = own[piece] - age * said if case.feedback else 0
+            apply_due(step)  # without a delay, what was sent now is there now
     return torch.stack([replica.x for replica in replicas]).mean(0)
 
 

@@ -108,7 +108,8 @@ class Divisible(Method):
         if self.background is None:
             self._mean = PlainMean(channel, worker.x.numel())
         else:
-            coders = Coders([self.background, GRADIENT_CODE][: 2 if self.moments == "corrected" else 1], comm.rank)
+            of_gradient = [GRADIENT_CODE] if self.moments == "corrected" else []
+            coders = Coders([self.background, *of_gradient], comm.rank)
             hops = self.hops or (1 if comm.size <= FEW else 2)
             self._mean = (GatheredMean if hops == 1 else OwnersMean)(channel, worker.x.numel(), coders)
         if self.moments == "corrected":

@@ -16,7 +16,7 @@ from laconic.comm import Comm, Pending
 from laconic.compress import Compressor, Identity, Log, encode_with_feedback
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.chunk import Chunk, Chunks, block_of
-from laconic.methods.cutting import Piece, cut, pack, views
+from laconic.methods.cutting import Piece, Run, cut, pack, views
 
 STEP, PAUSE = 1, 0  # what a dedicated server is told to come next
 
@@ -79,11 +79,8 @@ class EfficientAdam(Method):
         self._workers = [r for r in range(size) if self.trains(r)]
         if not self._workers:
             raise ValueError("dedicated=True needs a rank that trains beside the server, and there is only one rank")
-        # The pieces do not depend on who serves them, so neither does the result.
-        servers = [r if self.server == "sharded" else self.server for r in self._workers]
-        runs, exact_from = pack(worker.numels, self.exact_below)
-        d, unit = x.numel(), math.lcm(block_of(self.up), block_of(self.down))
-        quantized, exact = cut(0, exact_from, unit, self.chunk, servers), cut(exact_from, d, 1, d, servers)
+        runs, quantized, exact = self._cut(worker)
+        d = x.numel()
         numels = [sum(piece.numel for piece in pieces) for pieces in quantized + exact]
         served = [[piece for piece in pieces if piece.server == rank] for pieces in quantized + exact]
         numels_served = [sum(piece.numel for piece in pieces) for pieces in served]
@@ -104,9 +101,16 @@ class EfficientAdam(Method):
                 quantized + exact, quantizers, torch.split(self.e_server, numels_served), strict=True
             )
         ]
-        self._served = [piece for pieces in served for piece in pieces]  # what e_server is about, in its order
         self._announced: Pending[list[Tensor]] | None = None
         self._told_to_pause = False
+
+    def _cut(self, worker: Replica) -> tuple[list[Run], list[list[Piece]], list[list[Piece]]]:
+        """The packed order, and the quantized and the exact pieces of each chunk. Where they are cut does not depend
+        on who serves them, so neither does the result."""
+        servers = [r if self.server == "sharded" else self.server for r in self._workers]
+        runs, exact_from = pack(worker.numels, self.exact_below)
+        d, unit = worker.x.numel(), math.lcm(block_of(self.up), block_of(self.down))
+        return runs, cut(0, exact_from, unit, self.chunk, servers), cut(exact_from, d, 1, d, servers)
 
     def before_step(self, worker: Replica) -> None:
         if worker.comm.size == 1:

@@ -152,7 +152,9 @@ def conservation(method: laconic.EfficientAdam, steps: int) -> tuple[Tensor, Ten
         e, e_server = torch.zeros(d()), torch.zeros(d())
         in_order = torch.cat([torch.arange(d())[view] for chunk in method._chunks for view in in_x(chunk, worker.x)])
         e[in_order] = method.e
-        served = [in_order[piece.start : piece.stop] for piece in method._served]
+        _, quantized, exact = method._cut(worker)
+        pieces = [piece for chunk in quantized + exact for piece in chunk if piece.server == worker.rank]
+        served = [in_order[piece.start : piece.stop] for piece in pieces]
         e_server[torch.cat([in_order[:0], *served])] = method.e_server
         return total, worker.x.double(), e.double(), e_server.double()
 
