@@ -1,6 +1,7 @@
 """The frame of quantizers with one fp32 scale a block: padding, layout, and the choice of kernel."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,39 @@ class Blockwise(Compressor):
             self._decode_by_kernel(kernels.blockwise, code, target, scale)
         else:
             super()._decode_add(code, target, scale, step)
+
+    def _decode_part(self, code: Tensor, numel: int, start: int, stop: int, step: int) -> Tensor:
+        first = start // self.block * self.block
+        last = min(numel, self._blocks(stop) * self.block)
+        blocks = torch.empty(last - first, dtype=torch.float32, device=code.device)
+        self._decode(code[self.nbytes(first) : self.nbytes(last)], blocks, step)
+        return blocks[start - first : stop - first]
+
+    def _encode_difference(self, x: Tensor, base: Tensor, out: Tensor, step: int) -> None:
+        kernels = kernels_for(x, base, out)
+        if not kernels:
+            super()._encode_difference(x, base, out, step)
+            return
+        kind, key = getattr(kernels.blockwise, self._kind), np.uint64(self._key(step))
+        vectors = (x.numpy(), base.numpy())
+        if not kernels.settle.encode_difference(kind, self.bits, self.block, *vectors, key, out.numpy()):
+            raise not_finite(x - base)
+
+    def _settle(
+        self, codes: Sequence[Tensor], weights: Sequence[float], own: int, x: Tensor, base: Tensor | None, step: int
+    ) -> None:
+        other = x if base is None else base
+        kernels = kernels_for(x, other, *codes)
+        if not kernels:
+            super()._settle(codes, weights, own, x, base, step)
+            return
+        for code in codes:
+            if not kernels.blockwise.scales_are_valid(self.bits, self.block, code.numpy(), self._blocks(x.numel())):
+                raise self._bad_scale(code)
+        settings = (getattr(kernels.blockwise, self._kind), self.bits, self.block)
+        addresses = np.array([code.data_ptr() for code in codes], np.uint64)
+        said = (addresses, codes[0].numel(), np.array(weights, np.float32), own)
+        kernels.settle.settle(*settings, *said, x.numpy(), other.numpy(), base is not None)
 
     def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
         kernels = kernels_for(residual, out)

@@ -1,6 +1,7 @@
 """What every compressor can do: turn a vector into a `uint8` code of known size and back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -52,6 +53,53 @@ class Compressor(ABC):
             accumulator.add_(decoded.to(accumulator.dtype) * scale)
         return accumulator
 
+    def decode_part(self, code: Tensor, numel: int, start: int, stop: int, *, step: int = 0) -> Tensor:
+        """Entries `start` to `stop` of what `code` stands for, in fp32, without decoding all where blocks allow it."""
+        self._check_code(code, numel)
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"start and stop must be in order and from 0 to {numel}, not {start} and {stop}")
+        return self._decode_part(code, numel, start, stop, step)
+
+    def encode_difference(self, x: Tensor, base: Tensor, *, step: int = 0, out: Tensor | None = None) -> Tensor:
+        """The code of x − base, in `out` if given, in one pass over memory where a kernel can."""
+        for name, vector in (("x", x), ("base", base)):
+            check_vector(name, vector)
+        if x.numel() != base.numel():
+            raise ValueError(f"x must have as many entries as base, {base.numel()}, not {x.numel()}")
+        out = self._place_for_code(x.numel(), x.device, out)
+        self._encode_difference(x.detach(), base.detach(), out, step)
+        return out
+
+    def settle(
+        self,
+        codes: Sequence[Tensor],
+        weights: Sequence[float],
+        own: int,
+        x: Tensor,
+        base: Tensor | None = None,
+        *,
+        step: int = 0,
+    ) -> None:
+        """Apply what workers said of their x − base, and `codes[own]` this one: in place, and in one pass over memory
+        where a kernel can.
+
+        With news = Σ weight · decoded, base += news, and x += news − what `codes[own]` says. Without a base, x becomes
+        that. All who are given the same codes and base have the same base after it, to the last bit.
+        """
+        for name, vector in (("x", x), ("base", base)):
+            if vector is not None:
+                check_vector(name, vector)
+                if vector.numel() != x.numel():
+                    raise ValueError(f"base must have as many entries as x, {x.numel()}, not {vector.numel()}")
+        for code in codes:
+            self._check_code(code, x.numel())
+        if len(weights) != len(codes) or not 0 <= own < len(codes):
+            raise ValueError(
+                f"each of {len(codes)} codes must have a weight and own be one of them, "
+                f"not {len(weights)} weights and own={own}"
+            )
+        self._settle(codes, weights, own, x, base, step)
+
     def for_rank(self, rank: int) -> Self:
         """The same compressor with randomness of its own, where it has any that must differ among ranks."""
         return self
@@ -73,6 +121,25 @@ class Compressor(ABC):
         decoded = torch.empty_like(target)
         self._decode(code, decoded, step)
         target.add_(decoded.mul_(scale))  # not add_(alpha=scale): that may fuse and round once instead of twice
+
+    def _decode_part(self, code: Tensor, numel: int, start: int, stop: int, step: int) -> Tensor:
+        return self.decode(code, numel, step=step)[start:stop]
+
+    def _encode_difference(self, x: Tensor, base: Tensor, out: Tensor, step: int) -> None:
+        self._encode((x - base).to(torch.float32), out, step)
+
+    def _settle(
+        self, codes: Sequence[Tensor], weights: Sequence[float], own: int, x: Tensor, base: Tensor | None, step: int
+    ) -> None:
+        news = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+        for code, weight in zip(codes, weights, strict=True):
+            self._decode_add(code, news, weight, step)
+        said = self.decode(codes[own], x.numel(), step=step)
+        if base is None:
+            x.copy_(news - said)
+        else:
+            base += news
+            x += news - said
 
     def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
         """Without a kernel. `residual` may also be fp64: then the rounding to fp32 is fed back too."""

@@ -5,15 +5,18 @@ The idea of SCAFFOLD (Karimireddy et al., arXiv 1910.06378): g + (mean of what a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laconic.compress import Compressor
 from laconic.method import Replica
+from laconic.methods.carried import Carried
 
 
-class Correction:
+class Correction(Carried):
     """Sums a worker's own gradients, gives the mean since the last time for sending, and adds what came of it."""
 
     def __init__(self, worker: Replica, row: int) -> None:
@@ -22,6 +25,7 @@ class Correction:
         self._views = [worker.views(vector) for vector in (self.total, self.shift)]
         # Columns in the order in which their turn comes, as [how many, the step they were last sent in].
         self._turns = [[row, 0]]
+        self._ages: list[tuple[int, int]] = []  # of what is being taken: columns, and the steps of which it is the sum
 
     def correct(self, worker: Replica) -> None:
         for gradient, total, shift in zip(worker.gradients(), *self._views, strict=True):
@@ -29,18 +33,34 @@ class Correction:
                 total += gradient
                 gradient += shift
 
-    def take(self, parts: list[slice], step: int) -> Tensor:
-        """The mean own gradient of the next columns since they were last taken."""
-        lengths = [part.stop - part.start for part in parts]
-        mean = torch.cat([self.total[part] for part in parts])
-        turns = self._pass(lengths[0], step)
-        for part, own in zip(parts, torch.split(mean, lengths), strict=True):
-            self.total[part] = 0
-            first = 0
-            for columns, last in turns:
-                own[first : first + columns] /= step - last
-                first += columns
+    def begin(self, columns: int, step: int) -> None:
+        """The next `columns` of each part are about to be taken."""
+        self._ages = [(number, step - last) for number, last in self._pass(columns, step)]
+
+    def take(self, part: slice) -> Tensor:
+        """The mean own gradient since these coordinates were last taken."""
+        total = self.total[part]
+        mean = torch.empty_like(total)
+        first = 0
+        for columns, age in self._ages:
+            torch.div(total[first : first + columns], age, out=mean[first : first + columns])
+            first += columns
+        total.zero_()
         return mean
+
+    def put(self, part: slice, mean: Tensor, own: Tensor) -> None:
+        torch.sub(mean, own, out=self.shift[part])
+
+    def settle(
+        self,
+        part: slice,
+        compressor: Compressor,
+        codes: Sequence[Tensor],
+        weights: Sequence[float],
+        own: int,
+        step: int,
+    ) -> None:
+        compressor.settle(codes, weights, own, self.shift[part], step=step)
 
     def _pass(self, columns: int, step: int) -> list[list[int]]:
         """The turns of the next columns: how many, and the step they were last sent in."""

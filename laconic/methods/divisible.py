@@ -7,23 +7,22 @@ abstract was at hand: docs/methods/divisible.md says what is stated and what is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from laconic.comm import Comm
 from laconic.compress import Compressor, Log, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.correction import Correction
 from laconic.methods.pace import Pace
 from laconic.methods.pieces import Coders, GatheredMean, Mean, OwnersMean, Piece, PlainMean
 
-# States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
-SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
 # The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
-LEAST_PLAIN, LEAST_CODED = 2, 4
+LEAST, LEAST_CORRECTED = 2, 4
 FOUR_BITS = Uniform(bits=4)
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
 FEW = 4  # workers up to which a coded mean goes in one hop by default, with n/2 times the bytes of two
@@ -109,13 +108,13 @@ class Divisible(Method):
             self._mean = PlainMean(channel, worker.x.numel())
         else:
             of_gradient = [GRADIENT_CODE] if self.moments == "corrected" else []
-            coders = Coders([self.background, *of_gradient], comm.rank)
+            coders = Coders([self.background, *of_gradient], comm.rank, worker.x.device)
             hops = self.hops or (1 if comm.size <= FEW else 2)
             self._mean = (GatheredMean if hops == 1 else OwnersMean)(channel, worker.x.numel(), coders)
         if self.moments == "corrected":
             self._correction = Correction(worker, self._mean.layout.row)
         if self.period == "auto":
-            self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
+            self._pace = Pace(comm, LEAST_CORRECTED if self.moments == "corrected" else LEAST, self.max_period)
 
     def before_step(self, worker: Replica) -> None:
         if self._correction is not None:
@@ -146,25 +145,34 @@ class Divisible(Method):
             "waiting": self._waiting,
         }
 
-    def residual(self, x: Tensor, parts: list[slice]) -> Tensor:
-        """e = x − x̂ − s of these coordinates, part after part."""
-        lengths = [part.stop - part.start for part in parts]
-        e = x.new_empty(sum(lengths))
-        for part, own in zip(parts, torch.split(e, lengths), strict=True):
-            torch.sub(x[part], self.x_hat[part], out=own)
-            for piece in self._flying:
-                for sent, given in piece.split(piece.given[0]):
-                    first, last = max(sent.start, part.start), min(sent.stop, part.stop)
-                    if first < last:
-                        own[first - part.start : last - part.start] -= given[first - sent.start : last - sent.start]
-        return e
+    def moves(self, worker: Replica) -> Moves:
+        """What this worker has moved and told nobody."""
+        return Moves(worker.x, self.x_hat, self._in_flight)
+
+    def _in_flight(self, wanted: slice) -> Iterator[tuple[slice, Tensor]]:
+        """s within these coordinates, where something of them is on its way."""
+        for piece in self._flying:
+            for owner, part in enumerate(piece.parts):
+                start, stop = max(part.start, wanted.start), min(part.stop, wanted.stop)
+                if start < stop and self._mean is not None:
+                    yield slice(start, stop), self._mean.said(piece, owner, start - part.start, stop - part.start)
+
+    def _carried(self, worker: Replica) -> list[Carried]:
+        vectors: list[Carried] = [self.moves(worker)]
+        if self.moments == "averaged":
+            moments = worker.moments()
+            if not moments:
+                raise ValueError("moments='averaged' is for an optimizer that has some, and this one has none")
+            vectors += [Moment(name, vector) for name, vector in moments.items()]
+        if self._correction is not None:
+            vectors.append(self._correction)
+        return vectors
 
     def _foreground(self, worker: Replica) -> None:
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
-        e = self.residual(worker.x, [block])
-        mean = worker.comm.mean(e)
-        self.x_hat[block] += mean
-        worker.x[block] += mean - e
+        moves = self.moves(worker)
+        e = moves.take(block)
+        moves.put(block, worker.comm.mean(e), e)
 
     def _send(self, worker: Replica, mean: Mean) -> None:
         """The next piece: its e becomes s, so that nothing is sent twice. One message a step starts, new or second."""
@@ -173,14 +181,11 @@ class Divisible(Method):
             return
         row = mean.layout.row
         stop = min(self.column + -(-row * every // self._period()), row)
-        parts = mean.layout.parts(self.column, stop)
-        self.column = stop % row
-        given = [self.residual(worker.x, parts)]
-        given += [torch.cat([vector[part] for part in parts]) for vector in self._moments(worker).values()]
+        piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay)
         if self._correction is not None:
-            given.append(self._correction.take(parts, worker.step))
-        piece = Piece(parts, worker.step, worker.step + self.delay, given)
-        mean.send(piece)
+            self._correction.begin(stop - self.column, worker.step)
+        self.column = stop % row
+        mean.send(piece, self._carried(worker))
         self._flying.append(piece)
 
     def _receive(self, worker: Replica, mean: Mean, step: int) -> None:
@@ -189,38 +194,9 @@ class Divisible(Method):
         for piece in flying:
             if piece.due > step:
                 self._flying.append(piece)
-                continue
-            means = mean.receive(piece)
-            if means is None:
+            elif not mean.receive(piece, self._carried(worker)):
                 piece.due += self.delay
                 self._flying.append(piece)
-            else:
-                self._apply(worker, piece, means)
-
-    def _apply(self, worker: Replica, piece: Piece, means: list[Tensor]) -> None:
-        for part, mean in piece.split(means[0]):
-            self.x_hat[part] += mean
-        vectors = {"x": worker.x, **self._moments(worker)}
-        if self._correction is not None:
-            vectors["shift"] = self._correction.shift
-            for part in piece.parts:
-                self._correction.shift[part] = 0
-        for (name, vector), mean, given in zip(vectors.items(), means, piece.given, strict=True):
-            for (part, new), (_, old) in zip(piece.split(mean), piece.split(given), strict=True):
-                if name in SQUARES:
-                    # Stale news may ask for less than nothing. Never fall to near 0: Adam divides by its root.
-                    floor = 0.1 * torch.maximum(vector[part], new)
-                    vector[part] = torch.maximum(vector[part] + new - old, floor)
-                else:
-                    vector[part] += new.sub_(old)
-
-    def _moments(self, worker: Replica) -> dict[str, Tensor]:
-        if self.moments != "averaged":
-            return {}
-        moments = worker.moments()
-        if not moments:
-            raise ValueError("moments='averaged' is for an optimizer that has some, and this one has none")
-        return moments
 
     def _period(self) -> int:
         if self._pace is not None:
@@ -242,7 +218,7 @@ class Divisible(Method):
         times.append(comm.now())
         transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
         if self._left is not None:
-            columns = sum(piece.lengths[0] for piece in started)
+            columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
             pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
 
     def _note_waiting(self, comm: Comm) -> None:

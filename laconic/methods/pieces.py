@@ -8,7 +8,7 @@ workers on, but two messages, one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from laconic.comm import Comm, Pending
 from laconic.comm.solo import Arrived
 from laconic.compress import Compressor, encode_with_feedback
+from laconic.methods.carried import Carried
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,9 @@ class Piece:
     parts: list[slice]  # the coordinates, by owner
     step: int  # in which it was sent
     due: int  # the step in which the message on its way is waited for
-    given: list[Tensor]  # of each vector, this rank's share in the mean, part after part
+    sent: list[Tensor] = field(default_factory=list)  # this rank's share in the mean: a message for each part
     messages: int = 0  # sent so far
     pending: Pending[Any] | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        return [part.stop - part.start for part in self.parts]
-
-    def split(self, vector: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """A vector over this piece, with the coordinates of each part."""
-        return zip(self.parts, torch.split(vector, self.lengths), strict=True)
 
     def wait(self) -> Any:
         assert self.pending is not None
@@ -71,7 +64,7 @@ class Piece:
             "parts": [[part.start, part.stop] for part in self.parts],
             "step": self.step,
             "due": self.due,
-            "given": self.given,
+            "sent": self.sent,
             "messages": self.messages,
             "received": self.wait(),
         }
@@ -79,7 +72,7 @@ class Piece:
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any]) -> Piece:
         parts = [slice(start, stop) for start, stop in saved["parts"]]
-        rest = {name: saved[name] for name in ("step", "due", "given", "messages")}
+        rest = {name: saved[name] for name in ("step", "due", "sent", "messages")}
         return cls(parts, **rest, pending=Arrived(saved["received"]))
 
 
@@ -87,11 +80,14 @@ class Mean(Protocol):
     layout: Layout
     messages: int  # about one piece, one after the other
 
-    def send(self, piece: Piece) -> None:
-        """Start. May change `given` into what a coarser message can carry."""
+    def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
+        """Start."""
 
-    def receive(self, piece: Piece) -> list[Tensor] | None:
-        """Wait for the message on its way: the means of the vectors, or None when another message had to be sent."""
+    def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
+        """Wait for the message on its way. True when the means are in place, false when one more message was sent."""
+
+    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
+        """This rank's share in the mean of the first vector: entries start to stop of an owner's part."""
 
 
 class PlainMean:
@@ -101,43 +97,69 @@ class PlainMean:
         self.layout = Layout(d, 1)
         self._comm = comm
 
-    def send(self, piece: Piece) -> None:
-        piece.pending = self._comm.mean_async(piece.given[0] if len(piece.given) == 1 else torch.cat(piece.given))
+    def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
+        taken = [vector.take(piece.parts[0]) for vector in vectors]
+        piece.sent = [taken[0] if len(taken) == 1 else torch.cat(taken)]
+        piece.pending = self._comm.mean_async(piece.sent[0])
         piece.messages = 1
 
-    def receive(self, piece: Piece) -> list[Tensor]:
-        return list(piece.wait().split(sum(piece.lengths)))
+    def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
+        means, own = (message.chunk(len(vectors)) for message in (piece.wait(), piece.sent[0]))
+        for i, vector in enumerate(vectors):
+            vector.put(piece.parts[0], means[i], own[i])
+        return True
+
+    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
+        return piece.sent[0][start:stop]
 
 
 class Coders:
     """A compressor for each vector of a piece; their codes follow one another in a message."""
 
-    def __init__(self, compressors: Sequence[Compressor], rank: int) -> None:
+    def __init__(self, compressors: Sequence[Compressor], rank: int, device: torch.device) -> None:
         self._compressors = [compressor.for_rank(rank) for compressor in compressors]
-        self._rank = rank
+        self._rank, self._device = rank, device
 
-    def nbytes(self, length: int) -> int:
-        return sum(compressor.nbytes(length) for compressor in self._compressors)
+    def nbytes(self, numel: int) -> int:
+        return sum(compressor.nbytes(numel) for compressor in self._compressors)
 
-    def encode(self, vectors: Sequence[Tensor], step: int) -> Tensor:
-        """Their codes. The vectors become what the codes say of them."""
-        codes = []
-        for compressor, vector in zip(self._compressors, vectors, strict=True):
+    def encode(self, vectors: Sequence[Carried], part: slice, step: int) -> Tensor:
+        numel = part.stop - part.start
+        message = torch.empty(self.nbytes(numel), dtype=torch.uint8, device=self._device)
+        for vector, (compressor, code) in zip(vectors, self.find(message, numel), strict=True):
             try:
-                codes.append(compressor.encode(vector, step=step))
+                vector.encode(part, compressor, step, code)
             except ValueError as error:  # an entry is not finite
                 where = f"NaN or infinity on rank {self._rank}"
                 raise FloatingPointError(f"background at step {step}: {where} ({error})") from error
-            compressor.decode(codes[-1], vector.numel(), step=step, out=vector)
-        return torch.cat(codes)
+        return message
 
-    def find(self, message: Tensor, vectors: Sequence[Tensor]) -> Iterator[tuple[Compressor, Tensor, Tensor]]:
-        """Each vector with its compressor, and its code's place in the message."""
+    def find(self, message: Tensor, numel: int) -> Iterator[tuple[Compressor, Tensor]]:
+        """The compressor of each vector, and its code's place in the message."""
         start = 0
-        for compressor, vector in zip(self._compressors, vectors, strict=True):
-            stop = start + compressor.nbytes(vector.numel())
-            yield compressor, message[start:stop], vector
+        for compressor in self._compressors:
+            stop = start + compressor.nbytes(numel)
+            yield compressor, message[start:stop]
             start = stop
+
+    def settle(
+        self,
+        vectors: Sequence[Carried],
+        part: slice,
+        messages: Sequence[Tensor],
+        weights: Sequence[float],
+        own: int,
+        step: int,
+    ) -> None:
+        numel = part.stop - part.start
+        found = zip(*(self.find(message, numel) for message in messages), strict=True)
+        for vector, by_message in zip(vectors, found, strict=True):
+            vector.settle(part, by_message[0][0], [code for _, code in by_message], weights, own, step)
+
+    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
+        numel = piece.parts[owner].stop - piece.parts[owner].start
+        compressor, code = next(self.find(piece.sent[owner], numel))
+        return compressor.decode_part(code, numel, start, stop, step=piece.step)
 
 
 class GatheredMean:
@@ -147,18 +169,19 @@ class GatheredMean:
 
     def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
         self.layout = Layout(d, 1)
+        self.said = coders.said
         self._comm, self._coders = comm, coders
 
-    def send(self, piece: Piece) -> None:
-        piece.pending = self._comm.all_gather_async(self._coders.encode(piece.given, piece.step))
+    def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
+        piece.sent = [self._coders.encode(vectors, piece.parts[0], piece.step)]
+        piece.pending = self._comm.all_gather_async(piece.sent[0])
         piece.messages = 1
 
-    def receive(self, piece: Piece) -> list[Tensor]:
-        means = [given.new_zeros(given.shape, dtype=torch.float32) for given in piece.given]
-        for message in piece.wait():  # in the order of ranks, so that all have the same bits
-            for coder, code, mean in self._coders.find(message, means):
-                coder.decode_add(code, mean, 1 / self._comm.size, step=piece.step)
-        return means
+    def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
+        # In the order of ranks, so that all have the same bits.
+        n = self._comm.size
+        self._coders.settle(vectors, piece.parts[0], piece.wait(), [1 / n] * n, self._comm.rank, piece.step)
+        return True
 
 
 class OwnersMean:
@@ -168,40 +191,38 @@ class OwnersMean:
 
     def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
         self.layout = Layout(d, comm.size)
+        self.said = coders.said
         self.residuals: list[Tensor] = []
         self._comm, self._coders = comm, coders
 
-    def send(self, piece: Piece) -> None:
-        by_owner = zip(*(torch.split(vector, piece.lengths) for vector in piece.given), strict=True)
-        codes = [self._coders.encode(list(parts), piece.step) for parts in by_owner]
-        piece.pending = self._comm.all_to_all_async(codes)
+    def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
+        piece.sent = [self._coders.encode(vectors, part, piece.step) for part in piece.parts]
+        piece.pending = self._comm.all_to_all_async(piece.sent)
         piece.messages = 1
 
-    def receive(self, piece: Piece) -> list[Tensor] | None:
+    def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
         if piece.messages == 1:
             self._pass_on(piece, piece.wait())
-            return None
-        means = [torch.empty_like(given) for given in piece.given]
-        by_owner = zip(*(torch.split(mean, piece.lengths) for mean in means), strict=True)
-        for message, parts in zip(piece.wait(), by_owner, strict=True):
-            for coder, code, part in self._coders.find(message, parts):
-                coder.decode(code, part.numel(), step=piece.step, out=part)
-        return means
+            return False
+        for part, message, own in zip(piece.parts, piece.wait(), piece.sent, strict=True):
+            self._coders.settle(vectors, part, [message, own], [1.0, 0.0], 1, piece.step)
+        return True
 
     def _pass_on(self, piece: Piece, received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""
-        own = piece.parts[self._comm.rank]
-        length, row = own.stop - own.start, self._comm.rank * self.layout.row
-        means = [given.new_zeros(length, dtype=torch.float32) for given in piece.given]
-        for codes in received:
-            for coder, code, mean in self._coders.find(codes, means):
-                coder.decode_add(code, mean, 1 / len(received), step=piece.step)
-        if not self.residuals:
-            self.residuals = [mean.new_zeros(self.layout.row) for mean in means]
+        own, row = piece.parts[self._comm.rank], self._comm.rank * self.layout.row
+        numel, longest = own.stop - own.start, max(part.stop - part.start for part in piece.parts)
         # Rows end at different columns, and a gather takes messages of one length.
-        message = received[0].new_zeros(self._coders.nbytes(max(piece.lengths)))
-        for (coder, code, mean), residual in zip(self._coders.find(message, means), self.residuals, strict=True):
+        message = received[0].new_zeros(self._coders.nbytes(longest))
+        by_vector = list(zip(*(self._coders.find(codes, numel) for codes in received), strict=True))
+        if not self.residuals:
+            self.residuals = [torch.zeros(self.layout.row, device=message.device) for _ in by_vector]
+        places = self._coders.find(message, numel)
+        for sent, (compressor, code), residual in zip(by_vector, places, self.residuals, strict=True):
+            mean = residual.new_zeros(numel)
+            for coder, said in sent:
+                coder.decode_add(said, mean, 1 / len(received), step=piece.step)
             unsaid = residual[own.start - row : own.stop - row]
-            encode_with_feedback(coder, mean, unsaid, step=piece.step, out=code)
+            encode_with_feedback(compressor, mean, unsaid, step=piece.step, out=code)
         piece.pending = self._comm.all_gather_async(message)
         piece.messages = 2

@@ -50,12 +50,14 @@ def look(worker: laconic.Worker, d: int) -> dict[str, Any]:
         lost[mine] = sum(r[: lost[mine].numel()] for r in own._mean.residuals[:1])
         for piece in own._flying:
             if piece.messages == 2:  # the owners' residuals know of this one already, x does not
-                for part, change in piece.split(piece.given[0] - own._mean.receive(piece)[0]):
-                    late[part] += change
+                for owner, (part, message) in enumerate(zip(piece.parts, piece.wait(), strict=True)):
+                    length = part.stop - part.start
+                    coder, code = next(own._mean._coders.find(message, length))
+                    late[part] += own._mean.said(piece, owner, 0, length) - coder.decode(code, length)
     return {
         "x": worker.x.clone(),
         "x_hat": own.x_hat.clone(),
-        "e": own.residual(worker.x, [slice(0, d)]),
+        "e": own.moves(worker).take(slice(0, d)),
         "lost": lost,
         "late": late,
         "in flight": len(own._flying),
@@ -124,7 +126,7 @@ def test_sends_nothing_twice_and_forgets_nothing() -> None:
             for step in range(8):
                 model.weight.grad = (own_move if step == 0 else torch.zeros(40)).view_as(model.weight)
                 optimizer.step()
-            return expected, worker.x.clone(), own._flying[-1].given[0].clone()
+            return expected, worker.x.clone(), own._flying[-1].sent[0].clone()
 
     for expected, x, sent in laconic.spawn(run, 3):
         torch.testing.assert_close(x, expected)
@@ -346,7 +348,8 @@ def test_corrections_count_the_steps_also_when_pieces_change(widths: list[int], 
     for step, width in enumerate(widths, start=1):
         columns = slice(column, min(column + width, row))
         correction.total += 1
-        assert correction.take([columns], step).tolist() == [1.0] * len(last[columns])
+        correction.begin(columns.stop - columns.start, step)
+        assert correction.take(columns).tolist() == [1.0] * len(last[columns])
         last[columns] = [step] * len(last[columns])
         assert correction.total.tolist() == [step - since for since in last]
         column = columns.stop % row

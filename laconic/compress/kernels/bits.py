@@ -4,7 +4,7 @@
 # (numba compiles a dialect of Python that mypy takes for Python)
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -73,6 +73,20 @@ def store_word(typing_context, data, start, word):
         return context.get_dummy_value()
 
     return types.void(data, types.intp, types.uint64), generate
+
+
+@intrinsic
+def pointer_to(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.uint64), generate
+
+
+@njit(nogil=True, cache=True)
+def bytes_at(address, size):
+    """An array over memory that others own: so a kernel takes any number of codes, wherever they are."""
+    return carray(pointer_to(address), (size,), np.uint8)
 
 
 @intrinsic

@@ -295,25 +295,56 @@ def encode(kind, bits, block, x, residual, feedback, scales, key, out):
 
 
 @njit(nogil=True, cache=True)
+def sign_level(code, level):
+    return float_of(np.int32(np.int32(np.int32(code) << 31) | level))
+
+
+@njit(nogil=True, cache=True)
+def log_level(code, mask, exponent, scale):
+    index = and32(np.int32(code), mask)
+    power = shl32(add32(index, exponent), np.int32(23)) if index > np.int32(0) else np.int32(0)
+    sign = SIGN if np.int32(code) > mask else np.int32(0)
+    return float_of(np.int32(power | sign)) * scale
+
+
+@njit(nogil=True, cache=True)
+def uniform_level(code, offset, unit, scale):
+    return (np.float32(np.int32(np.int32(code) - offset)) * unit) * scale
+
+
+@njit(nogil=True, cache=True)
 def levels_of(kind, bits, codes, scale, values):
-    top = (1 << (bits - 1)) - 1
+    top = np.int32((1 << (bits - 1)) - 1)
     if kind == SIGN_KIND:
         level = bits_of(scale)
         for i in range(values.size):
-            values[i] = float_of(np.int32(np.int32(np.int32(codes[i]) << 31) | level))
+            values[i] = sign_level(codes[i], level)
     elif kind == LOG_KIND:
-        mask, exponent = np.int32(top), np.int32(127 - top)
+        exponent = np.int32(127 - top)
         for i in range(values.size):
-            code = np.int32(codes[i])
-            index = and32(code, mask)
-            power = shl32(add32(index, exponent), np.int32(23)) if index > np.int32(0) else np.int32(0)
-            sign = SIGN if code > mask else np.int32(0)
-            values[i] = float_of(np.int32(power | sign)) * scale
+            values[i] = log_level(codes[i], top, exponent, scale)
     else:
         unit = np.float32(1.0) / np.float32(top)
-        offset = np.int32(top)
         for i in range(values.size):
-            values[i] = (np.float32(np.int32(np.int32(codes[i]) - offset)) * unit) * scale
+            values[i] = uniform_level(codes[i], top, unit, scale)
+
+
+@njit(nogil=True, cache=True)
+def add_levels(kind, bits, codes, scale, weight, target):
+    """target += weight · levels."""
+    top = np.int32((1 << (bits - 1)) - 1)
+    if kind == SIGN_KIND:
+        level = bits_of(scale)
+        for i in range(target.size):
+            target[i] += weight * sign_level(codes[i], level)
+    elif kind == LOG_KIND:
+        exponent = np.int32(127 - top)
+        for i in range(target.size):
+            target[i] += weight * log_level(codes[i], top, exponent, scale)
+    else:
+        unit = np.float32(1.0) / np.float32(top)
+        for i in range(target.size):
+            target[i] += weight * uniform_level(codes[i], top, unit, scale)
 
 
 @njit(nogil=True, cache=True)
@@ -330,7 +361,6 @@ def scales_are_valid(bits, block, code, blocks):
 def decode(kind, bits, block, code, target, accumulate, factor):
     """target = levels, or with `accumulate` target += factor·levels."""
     unpacked = np.empty(block, np.uint8)
-    values = np.empty(block, np.float32)
     stride = 4 + block * bits // 8
     for start in range(0, target.size, block):
         place = start // block * stride
@@ -345,9 +375,7 @@ def decode(kind, bits, block, code, target, accumulate, factor):
         else:
             unpack_fields(packed, bits, unpacked)
             codes = unpacked
-        levels_of(kind, bits, codes, scale, values[: goal.size])
         if accumulate:
-            for i in range(goal.size):
-                goal[i] += factor * values[i]
+            add_levels(kind, bits, codes, scale, factor, goal)
         else:
-            move(values[: goal.size], goal)
+            levels_of(kind, bits, codes, scale, goal)

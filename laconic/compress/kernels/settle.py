@@ -1,0 +1,126 @@
+"""Fused kernels of the block quantizers for vectors that several workers have: the code of a difference, and what
+becomes of the vectors when all codes are there. Each is one pass over memory; what a block needs stays in the cache.
+"""
+
+# mypy: ignore-errors
+# (numba compiles a dialect of Python that mypy takes for Python)
+
+import numpy as np
+from numba import njit
+
+from laconic.compress.kernels.bits import (
+    MAGNITUDE,
+    NOT_FINITE,
+    bits_of,
+    bytes_at,
+    fill,
+    float_of,
+    load_float,
+    pack_fields,
+    pack_sequence,
+    store_float,
+    unpack_fields,
+    unpack_sequence,
+)
+from laconic.compress.kernels.blockwise import (
+    LANES,
+    MINUS_ZERO,
+    SIGN_KIND,
+    add_levels,
+    levels_of,
+    mean_magnitude,
+    quantize_block,
+    splitmix64,
+)
+
+
+@njit(nogil=True, cache=True)
+def difference_of(x, base, p):
+    """p = x − base, and the bits of its largest magnitude."""
+    largest = np.int32(0)
+    for i in range(x.size):
+        p[i] = x[i] - base[i]
+        magnitude = np.int32(bits_of(p[i]) & MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@njit(nogil=True, cache=True)
+def encode_difference(kind, bits, block, x, base, key, out):
+    """The code of x − base; false, and a code of no use, when some entry of it is not finite."""
+    codes, uppers, lanes = np.empty(block, np.uint8), np.empty(block, np.uint16), np.empty(LANES, np.float64)
+    p, nothing = np.empty(block, np.float32), np.empty(block, np.float32)
+    fill(nothing, MINUS_ZERO)
+    stride = 4 + block * bits // 8
+    for start in range(0, x.size, block):
+        b = start // block
+        xb = x[start : start + block]
+        count = xb.size
+        if count < block:
+            fill(p, MINUS_ZERO)
+        largest = difference_of(xb, base[start : start + block], p)
+        if largest >= NOT_FINITE:
+            return False
+        scale = mean_magnitude(nothing, p, count, lanes) if kind == SIGN_KIND else float_of(largest)
+        packed = out[b * stride + 4 : (b + 1) * stride]
+        place = packed if packed.size == block else codes  # eight bits need no packing
+        quantize_block(kind, bits, nothing, p, scale, splitmix64(key + np.uint64(b)), uppers, place)
+        store_float(out, b * stride, scale)
+        if count < block:
+            pack_sequence(codes[:count], bits, packed)
+        elif bits < 8:
+            pack_fields(codes, bits, packed)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def settle(kind, bits, block, codes, nbytes, weights, own, x, base, has_base):
+    """news = Σ weights · levels of the codes at these addresses. base += news, and x += news − the levels of code `own`;
+    without a base x becomes that."""
+    unpacked = np.empty(block, np.uint8)
+    news, said = np.empty(block, np.float32), np.empty(block, np.float32)
+    stride = 4 + block * bits // 8
+    for start in range(0, x.size, block):
+        goal = x[start : start + block]
+        count = goal.size
+        fill(news, np.float32(0.0))
+        for row in range(codes.size):
+            code = bytes_at(codes[row], nbytes)
+            place = start // block * stride
+            packed = code[place + 4 : place + stride]
+            plain = unpacked
+            if count < block:
+                unpack_sequence(packed, bits, unpacked[:count])
+            elif bits == 8:
+                plain = packed
+            else:
+                unpack_fields(packed, bits, unpacked)
+            scale = load_float(code, place)
+            if row == own:
+                levels_of(kind, bits, plain, scale, said[:count])
+                add_scaled(news[:count], weights[row], said[:count])
+            else:
+                add_levels(kind, bits, plain, scale, weights[row], news[:count])
+        if has_base:
+            move_both(goal, base[start : start + block], news[:count], said[:count])
+        else:
+            subtract(news[:count], said[:count], goal)
+
+
+@njit(nogil=True, cache=True)
+def add_scaled(target, weight, values):
+    for i in range(target.size):
+        target[i] += weight * values[i]
+
+
+@njit(nogil=True, cache=True)
+def move_both(x, base, news, said):
+    for i in range(x.size):
+        base[i] += news[i]
+        x[i] += news[i] - said[i]
+
+
+@njit(nogil=True, cache=True)
+def subtract(left, right, target):
+    for i in range(target.size):
+        target[i] = left[i] - right[i]

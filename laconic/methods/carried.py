@@ -1,0 +1,101 @@
+"""Vectors that travel in pieces: what is sent of some coordinates, and what becomes of them when the mean is there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.compress import Compressor
+
+# States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
+SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
+
+
+class Carried(ABC):
+    @abstractmethod
+    def take(self, part: slice) -> Tensor:
+        """What to send of these coordinates: a new tensor."""
+
+    @abstractmethod
+    def put(self, part: slice, mean: Tensor, own: Tensor) -> None:
+        """The mean of what all sent, which may be changed, and what this rank did."""
+
+    def encode(self, part: slice, compressor: Compressor, step: int, out: Tensor) -> None:
+        """`take`, as a code."""
+        compressor.encode(self.take(part), step=step, out=out)
+
+    def settle(
+        self,
+        part: slice,
+        compressor: Compressor,
+        codes: Sequence[Tensor],
+        weights: Sequence[float],
+        own: int,
+        step: int,
+    ) -> None:
+        """`put`: the mean is what the codes say times their weights, and number `own` is this rank's."""
+        numel = part.stop - part.start
+        mean = torch.zeros(numel, device=codes[0].device)
+        for code, weight in zip(codes, weights, strict=True):
+            compressor.decode_add(code, mean, weight, step=step)
+        self.put(part, mean, compressor.decode(codes[own], numel, step=step))
+
+
+@dataclass
+class Moves(Carried):
+    """How far this worker has moved x away from x̂ and has told nobody: e = x − x̂ − s."""
+
+    x: Tensor
+    x_hat: Tensor
+    in_flight: Callable[[slice], Iterable[tuple[slice, Tensor]]]  # s, where it is not 0 within some coordinates
+
+    def take(self, part: slice) -> Tensor:
+        e = self.x[part] - self.x_hat[part]
+        for sent, s in self.in_flight(part):
+            e[sent.start - part.start : sent.stop - part.start] -= s
+        return e
+
+    def put(self, part: slice, mean: Tensor, own: Tensor) -> None:
+        self.x_hat[part] += mean
+        self.x[part] += mean.sub_(own)
+
+    def encode(self, part: slice, compressor: Compressor, step: int, out: Tensor) -> None:
+        if any(True for _ in self.in_flight(part)):
+            super().encode(part, compressor, step, out)
+        else:
+            compressor.encode_difference(self.x[part], self.x_hat[part], step=step, out=out)
+
+    def settle(
+        self,
+        part: slice,
+        compressor: Compressor,
+        codes: Sequence[Tensor],
+        weights: Sequence[float],
+        own: int,
+        step: int,
+    ) -> None:
+        compressor.settle(codes, weights, own, self.x[part], self.x_hat[part], step=step)
+
+
+@dataclass
+class Moment(Carried):
+    """A vector of the optimizer's state, which becomes the mean of all, as far as is known."""
+
+    name: str
+    vector: Tensor
+
+    def take(self, part: slice) -> Tensor:
+        return self.vector[part].clone()
+
+    def put(self, part: slice, mean: Tensor, own: Tensor) -> None:
+        now = self.vector[part]
+        if self.name in SQUARES:
+            # Stale news may ask for less than nothing. Never fall to near 0: Adam divides by its root.
+            floor = 0.1 * torch.maximum(now, mean)
+            now.copy_(torch.maximum(now + mean - own, floor))
+        else:
+            now += mean.sub_(own)
