@@ -75,7 +75,7 @@ def encode_difference(kind, bits, block, x, base, key, out):
 
 @njit(nogil=True, cache=True)
 def settle(kind, bits, block, codes, nbytes, weights, own, x, base, has_base):
-    """news = Σ weights · levels of the codes at these addresses. base += news, and x += news − the levels of code `own`;
+    """news = Σ weights · levels of codes at these addresses. base += news, and x += news − the levels of code `own`;
     without a base x becomes that."""
     unpacked = np.empty(block, np.uint8)
     news, said = np.empty(block, np.float32), np.empty(block, np.float32)
