@@ -38,6 +38,9 @@ class Replica(Protocol):
     def lr(self) -> float:
         """The learning rate now (the largest, where parameter groups differ)."""
 
+    def group_settings(self, name: str) -> list[Any]:
+        """A setting of the optimizer (betas, …) in each of its parameter groups that has it."""
+
     @property
     def generator(self) -> torch.Generator:
         """Random numbers that are the same on every rank, and saved with the worker."""

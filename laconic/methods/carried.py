@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.compress import Compressor
+from laconic.methods.pieces import Piece
 
 # States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
@@ -17,32 +18,32 @@ SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", 
 
 class Carried(ABC):
     @abstractmethod
-    def take(self, part: slice) -> Tensor:
-        """What to send of these coordinates: a new tensor."""
+    def take(self, piece: Piece, part: slice) -> Tensor:
+        """What to send of these coordinates, a part of the piece: a new tensor."""
 
     @abstractmethod
-    def put(self, part: slice, mean: Tensor, own: Tensor) -> None:
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         """The mean of what all sent, which may be changed, and what this rank did."""
 
-    def encode(self, part: slice, compressor: Compressor, step: int, out: Tensor) -> None:
+    def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         """`take`, as a code."""
-        compressor.encode(self.take(part), step=step, out=out)
+        compressor.encode(self.take(piece, part), step=piece.step, out=out)
 
     def settle(
         self,
+        piece: Piece,
         part: slice,
         compressor: Compressor,
         codes: Sequence[Tensor],
         weights: Sequence[float],
         own: int,
-        step: int,
     ) -> None:
         """`put`: the mean is what the codes say times their weights, and number `own` is this rank's."""
         numel = part.stop - part.start
         mean = torch.zeros(numel, device=codes[0].device)
         for code, weight in zip(codes, weights, strict=True):
-            compressor.decode_add(code, mean, weight, step=step)
-        self.put(part, mean, compressor.decode(codes[own], numel, step=step))
+            compressor.decode_add(code, mean, weight, step=piece.step)
+        self.put(piece, part, mean, compressor.decode(codes[own], numel, step=piece.step))
 
 
 @dataclass
@@ -53,32 +54,38 @@ class Moves(Carried):
     x_hat: Tensor
     in_flight: Callable[[slice], Iterable[tuple[slice, Tensor]]]  # s, where it is not 0 within some coordinates
 
-    def take(self, part: slice) -> Tensor:
+    def residual(self, part: slice) -> Tensor:
         e = self.x[part] - self.x_hat[part]
         for sent, s in self.in_flight(part):
             e[sent.start - part.start : sent.stop - part.start] -= s
         return e
 
-    def put(self, part: slice, mean: Tensor, own: Tensor) -> None:
+    def move(self, part: slice, mean: Tensor, own: Tensor) -> None:
         self.x_hat[part] += mean
         self.x[part] += mean.sub_(own)
 
-    def encode(self, part: slice, compressor: Compressor, step: int, out: Tensor) -> None:
+    def take(self, piece: Piece, part: slice) -> Tensor:
+        return self.residual(part)
+
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
+        self.move(part, mean, own)
+
+    def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         if any(True for _ in self.in_flight(part)):
-            super().encode(part, compressor, step, out)
+            super().encode(piece, part, compressor, out)
         else:
-            compressor.encode_difference(self.x[part], self.x_hat[part], step=step, out=out)
+            compressor.encode_difference(self.x[part], self.x_hat[part], step=piece.step, out=out)
 
     def settle(
         self,
+        piece: Piece,
         part: slice,
         compressor: Compressor,
         codes: Sequence[Tensor],
         weights: Sequence[float],
         own: int,
-        step: int,
     ) -> None:
-        compressor.settle(codes, weights, own, self.x[part], self.x_hat[part], step=step)
+        compressor.settle(codes, weights, own, self.x[part], self.x_hat[part], step=piece.step)
 
 
 @dataclass
@@ -88,10 +95,10 @@ class Moment(Carried):
     name: str
     vector: Tensor
 
-    def take(self, part: slice) -> Tensor:
+    def take(self, piece: Piece, part: slice) -> Tensor:
         return self.vector[part].clone()
 
-    def put(self, part: slice, mean: Tensor, own: Tensor) -> None:
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         now = self.vector[part]
         if self.name in SQUARES:
             # Stale news may ask for less than nothing. Never fall to near 0: Adam divides by its root.

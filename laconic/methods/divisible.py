@@ -17,12 +17,13 @@ from laconic.comm import Comm
 from laconic.compress import Compressor, Log, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.carried import Carried, Moment, Moves
-from laconic.methods.correction import Correction
+from laconic.methods.gradient_news import Correction, GradientNews, SecondMoment
+from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainMean
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import Coders, GatheredMean, Mean, OwnersMean, Piece, PlainMean
+from laconic.methods.pieces import Piece, Turns
 
 # The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
-LEAST, LEAST_CORRECTED = 2, 4
+LEAST, LEAST_WITH_GRADIENT = 2, 4
 FOUR_BITS = Uniform(bits=4)
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
 FEW = 4  # workers up to which a coded mean goes in one hop by default, with n/2 times the bytes of two
@@ -41,10 +42,12 @@ class Divisible(Method):
         ratio: R; the foreground message is ⌈d/R⌉ long.
         period: H, steps in which the background has sent everything once. "auto" measures computing and the link, and
             takes the shortest that fits. None: no background.
-        moments: what the optimizer's state (Adam's m and v) is made of. "local": of the worker's own gradients. For
-            workers that hold different kinds of data, "corrected": of gradients corrected by the stale mean gradient,
-            which travels in the background too (in `Log(4)` where there is a compressor); or "averaged": the state
-            itself is averaged in the background, which for Adam makes it three times as large, and takes no compressor.
+        moments: what the optimizer's state (Adam's m and v) is made of. "local": of the worker's own gradients.
+            "shared", for Adam: m of the own gradients and v of the mean gradient, which travels in the background too
+            (in `Log(4)` where there is a compressor). For workers that hold different kinds of data, "corrected": of
+            gradients corrected by the stale mean gradient, which travels likewise; or "averaged": the state itself
+            is averaged in the background, which for Adam makes it three times as large, and takes no compressor.
+            None: "shared" for `Adam` and `AdamW` (without amsgrad, one beta2), "local" for other optimizers.
         background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
@@ -54,14 +57,14 @@ class Divisible(Method):
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
     compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("local"), 2
-    ("corrected") or 1 + those averaged.
+    ("shared", "corrected") or 1 + those averaged.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
 
     ratio: int = 1024
     period: int | Literal["auto"] | None = "auto"
-    moments: Literal["local", "corrected", "averaged"] = "local"
+    moments: Literal["local", "shared", "corrected", "averaged"] | None = None
     background: Compressor | None = FOUR_BITS
     max_period: int = 128
     delay: int = 1
@@ -81,10 +84,10 @@ class Divisible(Method):
         check_count("ratio", self.ratio)
         if self.period not in ("auto", None):
             check_count("period", self.period)
-        check_choice("moments", self.moments, ("local", "corrected", "averaged"))
+        check_choice("moments", self.moments, ("local", "shared", "corrected", "averaged", None))
         if self.background is not None and not isinstance(self.background, Compressor):
             raise ValueError(f"background must be a compressor or None, not {self.background!r}")
-        if self.period is None and self.moments != "local":
+        if self.period is None and self.moments not in ("local", None):
             raise ValueError(f"moments={self.moments!r} travel in the background, so period must not be None")
         if self.background is not None and self.moments == "averaged":
             raise ValueError(
@@ -100,25 +103,27 @@ class Divisible(Method):
         self.x_hat = worker.x.clone()
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
-        self._correction: Correction | None = None
+        self._gradient: GradientNews | None = None  # travels with the moves
         if self.period is None or comm.size == 1:
             return
+        moments = self.moments or ("shared" if SecondMoment.is_for(worker) else "local")
+        news_of = {"corrected": Correction, "shared": SecondMoment}.get(moments)
         channel = comm.channel("background")
         if self.background is None:
             self._mean = PlainMean(channel, worker.x.numel())
         else:
-            of_gradient = [GRADIENT_CODE] if self.moments == "corrected" else []
+            of_gradient = [GRADIENT_CODE] if news_of is not None else []
             coders = Coders([self.background, *of_gradient], comm.rank, worker.x.device)
             hops = self.hops or (1 if comm.size <= FEW else 2)
             self._mean = (GatheredMean if hops == 1 else OwnersMean)(channel, worker.x.numel(), coders)
-        if self.moments == "corrected":
-            self._correction = Correction(worker, self._mean.layout.row)
+        self._turns = Turns(self._mean.layout.row)
+        self._gradient = news_of(worker) if news_of is not None else None
         if self.period == "auto":
-            self._pace = Pace(comm, LEAST_CORRECTED if self.moments == "corrected" else LEAST, self.max_period)
+            self._pace = Pace(comm, LEAST if self._gradient is None else LEAST_WITH_GRADIENT, self.max_period)
 
     def before_step(self, worker: Replica) -> None:
-        if self._correction is not None:
-            self._correction.correct(worker)
+        if self._gradient is not None:
+            self._gradient.before_step(worker)
 
     def after_step(self, worker: Replica) -> None:
         comm = worker.comm
@@ -164,15 +169,16 @@ class Divisible(Method):
             if not moments:
                 raise ValueError("moments='averaged' is for an optimizer that has some, and this one has none")
             vectors += [Moment(name, vector) for name, vector in moments.items()]
-        if self._correction is not None:
-            vectors.append(self._correction)
+        if self._gradient is not None:
+            self._gradient.check()
+            vectors.append(self._gradient)
         return vectors
 
     def _foreground(self, worker: Replica) -> None:
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
         moves = self.moves(worker)
-        e = moves.take(block)
-        moves.put(block, worker.comm.mean(e), e)
+        e = moves.residual(block)
+        moves.move(block, worker.comm.mean(e), e)
 
     def _send(self, worker: Replica, mean: Mean) -> None:
         """The next piece: its e becomes s, so that nothing is sent twice. One message a step starts, new or second."""
@@ -181,9 +187,8 @@ class Divisible(Method):
             return
         row = mean.layout.row
         stop = min(self.column + -(-row * every // self._period()), row)
-        piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay)
-        if self._correction is not None:
-            self._correction.begin(stop - self.column, worker.step)
+        ages = self._turns.next(stop - self.column, worker.step)
+        piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay, ages)
         self.column = stop % row
         mean.send(piece, self._carried(worker))
         self._flying.append(piece)
@@ -234,18 +239,21 @@ class Divisible(Method):
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
-            "correction": self._correction.state_dict() if self._correction is not None else None,
+            "turns": self._turns.last if self._mean is not None else [],
+            "gradient": self._gradient.state_dict() if self._gradient is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         own = dict(saved)
         self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
-        residuals, correction, pace = own.pop("residuals"), own.pop("correction"), own.pop("pace")
+        residuals, turns, gradient, pace = (own.pop(name) for name in ("residuals", "turns", "gradient", "pace"))
         if isinstance(self._mean, OwnersMean):
             self._mean.residuals = residuals
-        if self._correction is not None:
-            self._correction.load_state_dict(correction)
+        if self._mean is not None:
+            self._turns.last = turns
+        if self._gradient is not None:
+            self._gradient.load_state_dict(gradient)
         if self._pace is not None:
             self._pace.load_state_dict(pace)
         super().load_state_dict(own)

@@ -1,0 +1,163 @@
+"""News of the mean gradient, which travels in the background: summed, sent, and heard of some steps later."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.compress import Compressor
+from laconic.method import Replica
+from laconic.methods.carried import Carried
+from laconic.methods.pieces import Piece
+
+V = "exp_avg_sq"
+
+
+class GradientNews(Carried):
+    """Sums a worker's own gradients, and sends their mean since the last time."""
+
+    def __init__(self, worker: Replica) -> None:
+        self.total = torch.zeros_like(worker.x)  # of the own gradients since they were last sent (d)
+        self._totals = worker.views(self.total)
+
+    @abstractmethod
+    def before_step(self, worker: Replica) -> None: ...
+
+    def check(self) -> None:
+        """Raise if the optimizer, which has made a step, is not one that this can be done with."""
+
+    def take(self, piece: Piece, part: slice) -> Tensor:
+        total = self.total[part]
+        mean = torch.empty_like(total)
+        for (own, age), (summed, _) in zip(piece.by_age(mean), piece.by_age(total), strict=True):
+            torch.div(summed, age, out=own)
+        total.zero_()
+        return mean
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        for name, vector in self.state_dict().items():
+            vector.copy_(saved[name])
+
+
+class Correction(GradientNews):
+    """Gradients corrected by the stale mean gradient, so that workers with different data move alike.
+
+    The idea of SCAFFOLD (Karimireddy et al., arXiv 1910.06378): g + (mean of what all had − what this worker had).
+    """
+
+    def __init__(self, worker: Replica) -> None:
+        super().__init__(worker)
+        self.shift = torch.zeros_like(worker.x)  # mean of all − own, as last known (d)
+        self._shifts = worker.views(self.shift)
+
+    def before_step(self, worker: Replica) -> None:
+        for gradient, total, shift in zip(worker.gradients(), self._totals, self._shifts, strict=True):
+            if gradient is not None:
+                total += gradient
+                gradient += shift
+
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
+        torch.sub(mean, own, out=self.shift[part])
+
+    def settle(
+        self,
+        piece: Piece,
+        part: slice,
+        compressor: Compressor,
+        codes: Sequence[Tensor],
+        weights: Sequence[float],
+        own: int,
+    ) -> None:
+        compressor.settle(codes, weights, own, self.shift[part], step=piece.step)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"total": self.total, "shift": self.shift}
+
+
+class SecondMoment(GradientNews):
+    """Adam's v as the mean gradient would make it, in workers that step with their own gradients.
+
+    A worker's own gradient has more noise than the mean of all, so its own v is larger, up to n times, and by how much
+    differs from coordinate to coordinate: the mean of the own steps is no step of Adam on the mean gradient. With a v
+    that is that of the mean gradient it is one, for Adam is linear but for v.
+
+    With μ the gradient and σ² an own one's noise, the own square is μ² + σ², that of the mean over n workers and k
+    steps, which is heard of, μ² + σ²/(nk), and that of a step's mean gradient μ² + σ²/n: `own_share` of the first and
+    the rest of the second.
+    """
+
+    @staticmethod
+    def is_for(worker: Replica) -> bool:
+        """Whether the optimizer is Adam or AdamW, of the kind that this can be done with."""
+        betas, amsgrad = worker.group_settings("betas"), worker.group_settings("amsgrad")
+        return bool(amsgrad) and not any(amsgrad) and len({beta2 for _, beta2 in betas}) == 1
+
+    def __init__(self, worker: Replica) -> None:
+        super().__init__(worker)
+        self.v = torch.zeros_like(worker.x)  # what v was made when news last came (d)
+        self._worker = worker
+        self._decay: float | None = None
+
+    def before_step(self, worker: Replica) -> None:
+        for gradient, total in zip(worker.gradients(), self._totals, strict=True):
+            if gradient is not None:
+                total += gradient
+
+    def check(self) -> None:
+        self._beta2()
+
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
+        vectors = (piece.by_age(vector) for vector in (self._worker.moments()[V][part], self.v[part], mean))
+        for (now, age), (v, _), (news, _) in zip(*vectors, strict=True):
+            share, kept = own_share(self._worker.comm.size, age), self._beta2() ** age
+            # kept · v + share · (now − kept · v), what the own gradients have added since, + the rest of the mean's
+            v *= (1 - share) * kept
+            v.add_(now, alpha=share).addcmul_(news, news, value=(1 - share) * (1 - kept))
+            now.copy_(v)
+
+    def settle(
+        self,
+        piece: Piece,
+        part: slice,
+        compressor: Compressor,
+        codes: Sequence[Tensor],
+        weights: Sequence[float],
+        own: int,
+    ) -> None:
+        mean = torch.zeros(part.stop - part.start, device=codes[0].device)
+        for code, weight in zip(codes, weights, strict=True):
+            if weight:
+                compressor.decode_add(code, mean, weight, step=piece.step)
+        self.put(piece, part, mean, mean)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"total": self.total, "v": self.v}
+
+    def _beta2(self) -> float:
+        if self._decay is None:
+            names: list[Any] = list(self._worker.moments())
+            if V not in names or "max_exp_avg_sq" in names:
+                raise ValueError(
+                    f"moments='shared' is for Adam and its like without amsgrad, whose state has {V!r}; this "
+                    f"optimizer's has {', '.join(names) or 'nothing'}"
+                )
+            decays = {betas[1] for betas in self._worker.group_settings("betas")}
+            if len(decays) != 1:
+                raise ValueError(f"moments='shared' needs one beta2 for all parameter groups, not {sorted(decays)}")
+            (self._decay,) = decays
+        return self._decay
+
+
+def own_share(workers: int, steps: int) -> float:
+    """How much the own squares count beside the square of a mean over workers and steps: see `SecondMoment`.
+
+    It would be 0 for one step; but where a gradient is too small for its code, v has to stay above 0.
+    """
+    return max(0.5 / workers, (steps - 1) / (workers * steps - 1))
