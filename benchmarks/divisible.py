@@ -4,6 +4,7 @@
     python benchmarks/divisible.py speed --figure cifar10            (as root: links are emulated)
     python benchmarks/divisible.py accuracy --task fashion --ratio 1024
     python benchmarks/divisible.py accuracy --task fashion --partition classes:2 --ratio 128 --moments corrected
+    python benchmarks/divisible.py accuracy --task translate --ratio 128 --steps 500 --rates 3e-3 6e-3
 
 `speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `--out` keeps the runs as runs.jsonl.
 The slow network is a comparison: `laconic compare --methods none,ddp,powersgd,divisible --task fashion --workers 4
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--figure", choices=FIGURES, nargs="+", default=list(FIGURES))
     parser.add_argument("--task", default="fashion")
     parser.add_argument("--partition", default="iid")
-    parser.add_argument("--moments", default="local")
+    parser.add_argument("--moments", default="shared")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first")
@@ -201,7 +202,7 @@ def main() -> None:
             print("| background | moments | period | copy, ms | copies a step |")
             print("|---|---|---|---|---|")
             for coder, moments, period in itertools.product(
-                ("identity", "uniform:4", "log:4", "sign"), ("local", "corrected"), (1, 2, 4, 8)
+                ("identity", "uniform:4", "log:4", "sign"), ("local", "shared", "corrected"), (1, 2, 4, 8)
             ):
                 background = None if coder == "identity" else compress.parse(coder)
                 work = own_work(o.d, laconic.Divisible(o.ratio, period, moments, background))

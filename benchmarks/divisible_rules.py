@@ -1,8 +1,9 @@
-"""Other rules for Divisible's background, tried on the task fashion: its workers simulated in one process, no network.
+"""Other rules for Divisible's background, tried on a task: its workers simulated in one process, no network.
 
-    LACONIC_DATA=… python benchmarks/divisible_rules.py hops corrected mixed shared --seeds 2
+    LACONIC_DATA=… python benchmarks/divisible_rules.py hops corrected mixed replicas --seeds 2
+    LACONIC_DATA=… python benchmarks/divisible_rules.py v --task translate --steps 300 --seeds 1
 
-Accuracy in percent of the mean model after 400 steps of Adam at 2e-3, four workers, for each seed.
+Accuracy of the mean model in percent, or its BLEU, for each seed; with four workers.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic import compress
-from laconic.tasks.fashion import Fashion
+from laconic import compress, tasks
+from laconic.methods.gradient_news import own_share
+from laconic.tasks import Task
+
+BETA2 = 0.999
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cifar10": {"model": "resnet8", "subset": True, "optimizer": "adam", "weight_decay": 0.0},
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`moments`: full (Adam on the fresh mean gradient), local and corrected as in the library, shared (Adam on the
-    stale mean gradient: all replicas are alike). `coder` is for the own steps, `gradient_coder` for gradients."""
+    """`moments`: full (Adam on the fresh mean gradient), local, shared and corrected as in the library, replicas (Adam
+    on the stale mean gradient: all are alike). `coder` is for the own steps, `gradient_coder` for gradients."""
 
     moments: str = "local"
     period: int = 4
@@ -33,8 +40,10 @@ class Case:
     gradient_coder: str = "identity"
     feedback: bool = False  # what a gradient's code loses goes into the next one
     fresh: int = 0  # the smallest tensors, up to d / fresh entries, have the fresh mean gradient in every step
-    lookahead: float = 0.0  # shared: gradients are taken where x will be after so many more steps like the last
+    lookahead: float = 0.0  # replicas: gradients are taken where x will be after so many more steps like the last
     own: float = 1.0  # corrected: the share of the own gradient, and of the own stale one that is taken off
+    latest: bool = False  # shared: the gradient when it is sent, instead of the mean since it was last sent
+    v: str = "as moments say"  # or made in each step of the fresh mean gradient: "fresh", or with one factor a "tensor"
     partition: str = "iid"
     lr: float = 2e-3
 
@@ -76,8 +85,20 @@ CASES = {
         Case("corrected", own=0.5),
         Case("corrected", own=0.5, partition="classes:2"),
     ],
-    "shared": [
-        Case("shared", period, delay, lookahead=lookahead, lr=lr)
+    "v": [
+        Case("full", lr=3e-3),
+        Case("local", 1, 0, lr=3e-3),
+        Case("local", 1, 0, lr=6e-3),
+        Case("local", 4, coder="uniform:4", lr=3e-3),
+        Case("local", 1, 0, v="tensor", lr=3e-3),
+        Case("local", 1, 0, v="fresh", lr=3e-3),
+        Case("local", 2, coder="uniform:4", v="fresh", lr=3e-3),
+        Case("shared", 2, coder="uniform:4", gradient_coder="log:4", lr=3e-3),
+        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", lr=3e-3),
+        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", latest=True, lr=3e-3),
+    ],
+    "replicas": [
+        Case("replicas", period, delay, lookahead=lookahead, lr=lr)
         for period, delay, lookahead, lr in [
             (1, 0, 0.0, 2e-3),
             (1, 1, 0.0, 2e-3),
@@ -95,7 +116,7 @@ CASES = {
 class Replica:
     """One worker's model and optimizer, its parameters and gradients as vectors (d)."""
 
-    def __init__(self, task: Fashion, shard: Any, steps: int) -> None:
+    def __init__(self, task: Task, shard: Any, steps: int) -> None:
         self.model = task.build_model()
         parameters = list(self.model.parameters())
         self.x = torch.cat([p.data.reshape(-1) for p in parameters])
@@ -114,6 +135,10 @@ class Replica:
         self.g.zero_()
         self._task.loss(self.model, self._shard.batch(step - 1)).backward()
         return self.g
+
+    def v(self) -> list[Tensor]:
+        """Adam's, of each parameter, which from the first step on is a view of a vector as x is."""
+        return [self.optimizer.state[p]["exp_avg_sq"] for p in self.model.parameters()]
 
     def step(self) -> None:
         self.optimizer.step()
@@ -146,12 +171,65 @@ class Channel:
         return arrived
 
 
+class FreshV:
+    """v in each step as the mean gradient makes it, or the own one times their ratio over each tensor."""
+
+    def __init__(self, case: Case, replicas: list[Replica]) -> None:
+        self._by_tensor = case.v == "tensor"
+        self._own = torch.zeros(len(replicas), replicas[0].x.numel())
+        self._mean = torch.zeros(replicas[0].x.numel())
+        self._spans = replicas[0].spans
+        self._recent = torch.zeros(2, len(self._spans))  # sums of squares of each tensor: of the mean, own
+
+    def before_step(self, replicas: list[Replica], mean: Tensor) -> None:
+        n = len(replicas)
+        self._mean.mul_(BETA2).addcmul_(mean, mean, value=1 - BETA2)
+        for i, span in enumerate(self._spans):
+            squares = torch.stack([mean[span].square().sum(), sum(r.g[span].square().sum() for r in replicas) / n])
+            self._recent[:, i].mul_(0.95).add_(squares)
+        for own, replica in zip(self._own, replicas, strict=True):
+            own.mul_(BETA2).addcmul_(replica.g, replica.g, value=1 - BETA2)
+            wanted = self._mean.clone()
+            if self._by_tensor:
+                for i, span in enumerate(self._spans):
+                    wanted[span] = own[span] * self._recent[0, i] / self._recent[1, i]
+            wanted = torch.minimum(torch.maximum(wanted, own / n), own)
+            before = (wanted - (1 - BETA2) * replica.g.square()) / BETA2  # the optimizer will add the own square
+            for p, span in zip(replica.model.parameters(), self._spans, strict=True):
+                if p not in replica.optimizer.state:
+                    zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    replica.optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+                replica.optimizer.state[p]["exp_avg_sq"].copy_(before[span].view_as(p))
+
+
+class SharedV:
+    """The library's rule."""
+
+    def __init__(self, case: Case, replicas: list[Replica]) -> None:
+        self._v = torch.zeros(len(replicas), replicas[0].x.numel())
+        self._last: dict[int, int] = {}  # when a piece was last heard of, by its start
+        self._latest, self._replicas = case.latest, replicas
+
+    def put(self, step: int, piece: slice, mean: Tensor) -> None:
+        age = step - self._last.get(piece.start, 0)
+        self._last[piece.start] = step
+        kept, share = BETA2**age, own_share(len(self._replicas), 1 if self._latest else age)
+        for v, replica in zip(self._v, self._replicas, strict=True):
+            now = torch.cat([own.reshape(-1) for own in replica.v()])
+            v[piece] = kept * v[piece] + share * (now[piece] - kept * v[piece]) + (1 - share) * (1 - kept) * mean**2
+            now[piece] = v[piece]
+            for own, span in zip(replica.v(), replica.spans, strict=True):
+                own.copy_(now[span].view_as(own))
+
+
 def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     """The library's rule, and full communication: the mean model (d)."""
     n, d = len(replicas), replicas[0].x.numel()
     x_hat, s = replicas[0].x.clone(), torch.zeros(n, d)
     total, shift = torch.zeros(n, d), torch.zeros(n, d)
     moves, gradients = Channel(case, d, case.coder), Channel(case, d, case.gradient_coder)
+    fresh_v = FreshV(case, replicas) if case.v in ("fresh", "tensor") else None
+    shared_v = SharedV(case, replicas) if case.moments == "shared" else None
     fresh = (
         [slice(0, d)] if case.moments == "full" else smallest(replicas[0].spans, d // case.fresh if case.fresh else 0)
     )
@@ -163,6 +241,9 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
                 replica.x[piece] += mean - given[i]
                 s[i, piece] -= given[i]
         for piece, given, mean in gradients.due(step):
+            if shared_v is not None:
+                shared_v.put(step, piece, mean)
+                continue
             for i in range(n):
                 shift[i, piece] = mean - case.own * given[i]
 
@@ -170,8 +251,12 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
         for replica in replicas:
             replica.gradient(step)
         with torch.no_grad():
+            if fresh_v is not None:
+                fresh_v.before_step(replicas, torch.stack([replica.g for replica in replicas]).mean(0))
             news = [torch.stack([replica.g[span] for replica in replicas]).mean(0) for span in fresh]
             for i, replica in enumerate(replicas):
+                if case.latest:
+                    total[i] = 0
                 total[i] += replica.g
                 replica.g.mul_(case.own).add_(shift[i])
                 for span, mean in zip(fresh, news, strict=True):
@@ -186,8 +271,8 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
             e = [replica.x[piece] - x_hat[piece] - s[i, piece] for i, replica in enumerate(replicas)]
             for own, said in zip(s, moves.send(step, piece, e), strict=True):
                 own[piece] += said
-            if case.moments == "corrected":
-                age = min(step, case.period)
+            if case.moments in ("corrected", "shared"):
+                age = 1 if case.latest else min(step, case.period)
                 told = gradients.send(step, piece, [own[piece] / age for own in total])
                 for own, said in zip(total, told, strict=True):
                     own[piece] = own[piece] - age * said if case.feedback else 0
@@ -195,7 +280,7 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     return torch.stack([replica.x for replica in replicas]).mean(0)
 
 
-def shared(case: Case, replicas: list[Replica], steps: int) -> Tensor:
+def stale(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     """All replicas are the first one, which takes each worker's gradient in turn."""
     first, d = replicas[0], replicas[0].x.numel()
     x, known = first.x.clone(), torch.zeros(d)
@@ -231,30 +316,36 @@ def smallest(spans: list[slice], budget: int) -> list[slice]:
     return found
 
 
-def accuracy(case: Case, seed: int, workers: int, steps: int) -> float:
-    task = Fashion(lr=case.lr, partition=case.partition)
+def judge(case: Case, task: Task, seed: int, workers: int, steps: int) -> float:
+    task = dataclasses.replace(task, lr=case.lr, partition=case.partition)
     torch.manual_seed(seed)
     replicas = [Replica(task, task.load(rank, workers, seed), steps) for rank in range(workers)]
     for replica in replicas[1:]:
         replica.x.copy_(replicas[0].x)
-    x = (shared if case.moments == "shared" else own_steps)(case, replicas, steps)
+    x = (stale if case.moments == "replicas" else own_steps)(case, replicas, steps)
     replicas[0].x.copy_(x)
-    return 100 * task.evaluate(replicas[0].model)["accuracy"]
+    for buffers in zip(*(replica.model.buffers() for replica in replicas), strict=True):
+        if buffers[0].is_floating_point():  # statistics of BatchNorm
+            buffers[0].copy_(torch.stack(buffers).mean(0))
+    value = task.evaluate(replicas[0].model)[task.metric]
+    return 100 * value if task.metric == "accuracy" else value
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", choices=CASES)
+    parser.add_argument("--task", default="fashion")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    task = tasks.find_task(options.task)(**SETTINGS.get(options.task, {}))
     names = [f.name for f in dataclasses.fields(Case)]
-    print("| " + " | ".join(names) + " | accuracy, % | mean |")
+    print("| " + " | ".join(names) + f" | {task.metric} | mean |")
     print("|---" * (len(names) + 2) + "|")
     for case in (case for group in options.groups for case in CASES[group]):
-        values = [accuracy(case, seed, options.workers, options.steps) for seed in range(options.seeds)]
+        values = [judge(case, task, seed, options.workers, options.steps) for seed in range(options.seeds)]
         cells = [str(getattr(case, name)) for name in names] + [" ".join(f"{v:.2f}" for v in values)]
         print("| " + " | ".join(cells) + f" | {statistics.fmean(values):.2f} |", flush=True)
 
