@@ -20,7 +20,7 @@ from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.gradient_news import Correction, GradientNews, SecondMoment
 from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainMean
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import Piece, Turns
+from laconic.methods.pieces import Course, Piece
 
 # The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
 LEAST, LEAST_WITH_GRADIENT = 2, 4
@@ -74,7 +74,6 @@ class Divisible(Method):
     # message yet, and s those in a background message. Neither is stored: s is what the pieces in flight were given,
     # and e is x − x_hat − s, so that what rounding loses anywhere stays in e and is sent later.
     x_hat: Tensor = state()  # (d)
-    column: int = state(0)  # where the next piece begins
 
     _flying: list[Piece] = field(default_factory=list, init=False, repr=False, compare=False)
     _pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
@@ -104,6 +103,7 @@ class Divisible(Method):
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
         self._gradient: GradientNews | None = None  # travels with the moves
+        self._courses: dict[int, Course] = {}  # by the sweeps of the moves that one takes
         if self.period is None or comm.size == 1:
             return
         moments = self.moments or ("shared" if SecondMoment.is_for(worker) else "local")
@@ -116,7 +116,7 @@ class Divisible(Method):
             coders = Coders([self.background, *of_gradient], comm.rank, worker.x.device)
             hops = self.hops or (1 if comm.size <= FEW else 2)
             self._mean = (GatheredMean if hops == 1 else OwnersMean)(channel, worker.x.numel(), coders)
-        self._turns = Turns(self._mean.layout.row)
+        self._courses = {sweeps: Course(self._mean.layout) for sweeps in (1, SecondMoment.sweeps)}
         self._gradient = news_of(worker) if news_of is not None else None
         if self.period == "auto":
             self._pace = Pace(comm, LEAST if self._gradient is None else LEAST_WITH_GRADIENT, self.max_period)
@@ -157,7 +157,7 @@ class Divisible(Method):
     def _in_flight(self, wanted: slice) -> Iterator[tuple[slice, Tensor]]:
         """s within these coordinates, where something of them is on its way."""
         for piece in self._flying:
-            for owner, part in enumerate(piece.parts):
+            for owner, part in enumerate(piece.spans[0].parts):
                 start, stop = max(part.start, wanted.start), min(part.stop, wanted.stop)
                 if start < stop and self._mean is not None:
                     yield slice(start, stop), self._mean.said(piece, owner, start - part.start, stop - part.start)
@@ -185,12 +185,13 @@ class Divisible(Method):
         every = min(mean.messages, self._period())
         if worker.step % every:
             return
-        row = mean.layout.row
-        stop = min(self.column + -(-row * every // self._period()), row)
-        ages = self._turns.next(stop - self.column, worker.step)
-        piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay, ages)
-        self.column = stop % row
-        mean.send(piece, self._carried(worker))
+        vectors, columns = self._carried(worker), every * mean.layout.row
+        spans = {
+            sweeps: self._courses[sweeps].next(-(-columns // (self._period() * sweeps)), worker.step)
+            for sweeps in sorted({vector.sweeps for vector in vectors})
+        }
+        piece = Piece([spans[vector.sweeps] for vector in vectors], worker.step + self.delay)
+        mean.send(piece, vectors)
         self._flying.append(piece)
 
     def _receive(self, worker: Replica, mean: Mean, step: int) -> None:
@@ -223,7 +224,7 @@ class Divisible(Method):
         times.append(comm.now())
         transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
         if self._left is not None:
-            columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
+            columns = sum(piece.spans[0].numel(0) for piece in started)
             pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
 
     def _note_waiting(self, comm: Comm) -> None:
@@ -239,7 +240,7 @@ class Divisible(Method):
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
-            "turns": self._turns.last if self._mean is not None else [],
+            "courses": {k: course.state_dict() for k, course in self._courses.items()},
             "gradient": self._gradient.state_dict() if self._gradient is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
@@ -247,11 +248,11 @@ class Divisible(Method):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         own = dict(saved)
         self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
-        residuals, turns, gradient, pace = (own.pop(name) for name in ("residuals", "turns", "gradient", "pace"))
+        residuals, courses, gradient, pace = (own.pop(name) for name in ("residuals", "courses", "gradient", "pace"))
         if isinstance(self._mean, OwnersMean):
             self._mean.residuals = residuals
-        if self._mean is not None:
-            self._turns.last = turns
+        for sweeps, course in self._courses.items():
+            course.load_state_dict(courses[sweeps])
         if self._gradient is not None:
             self._gradient.load_state_dict(gradient)
         if self._pace is not None:
