@@ -42,6 +42,7 @@ class Case:
     fresh: int = 0  # the smallest tensors, up to d / fresh entries, have the fresh mean gradient in every step
     lookahead: float = 0.0  # replicas: gradients are taken where x will be after so many more steps like the last
     own: float = 1.0  # corrected: the share of the own gradient, and of the own stale one that is taken off
+    gradient_sweep: int = 1  # shared: sweeps of the moves in which the gradient makes one
     latest: bool = False  # shared: the gradient when it is sent, instead of the mean since it was last sent
     v: str = "as moments say"  # or made in each step of the fresh mean gradient: "fresh", or with one factor a "tensor"
     partition: str = "iid"
@@ -95,6 +96,8 @@ CASES = {
         Case("local", 2, coder="uniform:4", v="fresh", lr=3e-3),
         Case("shared", 2, coder="uniform:4", gradient_coder="log:4", lr=3e-3),
         Case("shared", 4, coder="uniform:4", gradient_coder="log:4", lr=3e-3),
+        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", gradient_sweep=2, lr=3e-3),
+        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", gradient_sweep=4, lr=3e-3),
         Case("shared", 4, coder="uniform:4", gradient_coder="log:4", latest=True, lr=3e-3),
     ],
     "replicas": [
@@ -149,9 +152,9 @@ class Replica:
 class Channel:
     """Means of one vector that all workers sent: each coordinate once a `period`, back after `delay` steps."""
 
-    def __init__(self, case: Case, d: int, coder: str) -> None:
+    def __init__(self, period: int, delay: int, d: int, coder: str) -> None:
         self._compressor = compress.parse(coder)
-        self._width, self._pieces, self._delay = -(-d // case.period), case.period, case.delay
+        self._width, self._pieces, self._delay = -(-d // period), period, delay
         self._flying: deque[tuple[int, slice, list[Tensor], Tensor]] = deque()
 
     def piece(self, step: int, d: int) -> slice:
@@ -227,7 +230,8 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     n, d = len(replicas), replicas[0].x.numel()
     x_hat, s = replicas[0].x.clone(), torch.zeros(n, d)
     total, shift = torch.zeros(n, d), torch.zeros(n, d)
-    moves, gradients = Channel(case, d, case.coder), Channel(case, d, case.gradient_coder)
+    moves = Channel(case.period, case.delay, d, case.coder)
+    gradients = Channel(case.period * case.gradient_sweep, case.delay, d, case.gradient_coder)
     fresh_v = FreshV(case, replicas) if case.v in ("fresh", "tensor") else None
     shared_v = SharedV(case, replicas) if case.moments == "shared" else None
     fresh = (
@@ -272,7 +276,8 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
             for own, said in zip(s, moves.send(step, piece, e), strict=True):
                 own[piece] += said
             if case.moments in ("corrected", "shared"):
-                age = 1 if case.latest else min(step, case.period)
+                piece = gradients.piece(step, d)
+                age = 1 if case.latest else min(step, case.period * case.gradient_sweep)
                 told = gradients.send(step, piece, [own[piece] / age for own in total])
                 for own, said in zip(total, told, strict=True):
                     own[piece] = own[piece] - age * said if case.feedback else 0
@@ -285,7 +290,7 @@ def stale(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     first, d = replicas[0], replicas[0].x.numel()
     x, known = first.x.clone(), torch.zeros(d)
     total = torch.zeros(len(replicas), d)
-    gradients = Channel(case, d, case.gradient_coder)
+    gradients = Channel(case.period, case.delay, d, case.gradient_coder)
     for step in range(1, steps + 1):
         for own, replica in zip(total, replicas, strict=True):
             replica.x.copy_(first.x)

@@ -56,8 +56,8 @@ class Divisible(Method):
             four workers, else 2.
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
-    compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("local"), 2
-    ("shared", "corrected") or 1 + those averaged.
+    compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("local"),
+    1.5 ("shared"), 2 ("corrected") or 1 + those averaged.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
