@@ -29,7 +29,7 @@ class FlatParameters:
         # The gradient, then a flag for each parameter; allocated when a method first asks for it.
         self._packed: Tensor | None = None
         self._packed_views: list[Tensor] = []
-        self._moments: dict[str, Tensor] = {}
+        self._moments: dict[str, tuple[Tensor, list[Tensor]]] = {}  # by name: the vector, and its views
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views(self.x), strict=True):
                 view.copy_(parameter)
@@ -101,15 +101,16 @@ class FlatParameters:
         """Each named state as one vector (d) in which the optimizer itself works; zeros where it has none yet."""
         for name in names:
             if name not in self._moments:
-                self._moments[name] = torch.zeros_like(self.x)
-            for parameter, view in zip(self.parameters, self.views(self._moments[name]), strict=True):
+                vector = torch.zeros_like(self.x)
+                self._moments[name] = vector, self.views(vector)
+            for parameter, view in zip(self.parameters, self._moments[name][1], strict=True):
                 value = self._state(parameter).get(name)
                 if not _is_moment(value, parameter):
                     view.zero_()
                 elif value.data_ptr() != view.data_ptr():
                     view.copy_(value)
                     self._state(parameter)[name] = view
-        return {name: self._moments[name] for name in names}
+        return {name: self._moments[name][0] for name in names}
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         # .get: the optimizer's state is a defaultdict, and looking must not create entries.

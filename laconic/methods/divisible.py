@@ -22,8 +22,8 @@ from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainM
 from laconic.methods.pace import Pace
 from laconic.methods.pieces import Course, Piece
 
-# The shortest periods that "auto" takes. Below, the method's own work is more than 4 copies of the vector a step.
-LEAST, LEAST_WITH_GRADIENT = 2, 4
+# The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives.
+LEAST_PLAIN, LEAST_CODED = 2, 4
 FOUR_BITS = Uniform(bits=4)
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
 FEW = 4  # workers up to which a coded mean goes in one hop by default, with n/2 times the bytes of two
@@ -119,7 +119,7 @@ class Divisible(Method):
         self._courses = {sweeps: Course(self._mean.layout) for sweeps in (1, SecondMoment.sweeps)}
         self._gradient = news_of(worker) if news_of is not None else None
         if self.period == "auto":
-            self._pace = Pace(comm, LEAST if self._gradient is None else LEAST_WITH_GRADIENT, self.max_period)
+            self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
 
     def before_step(self, worker: Replica) -> None:
         if self._gradient is not None:
