@@ -5,36 +5,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from laconic.compress import Compressor
-from laconic.methods.pieces import Span
+from laconic.methods.pieces import Piece
 
 # States of torch's optimizers that are sums or averages of squares, or otherwise never negative.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
 
 
 class Carried(ABC):
-    sweeps: ClassVar[int] = 1  # of the moves, in which this vector makes one
+    @abstractmethod
+    def take(self, piece: Piece, part: slice) -> Tensor:
+        """What to send of these coordinates, a part of the piece: a new tensor."""
 
     @abstractmethod
-    def take(self, span: Span, part: slice) -> Tensor:
-        """What to send of these coordinates, a part of the span: a new tensor."""
-
-    @abstractmethod
-    def put(self, span: Span, part: slice, mean: Tensor, own: Tensor) -> None:
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         """The mean of what all sent, which may be changed, and what this rank did."""
 
-    def encode(self, span: Span, part: slice, compressor: Compressor, out: Tensor) -> None:
+    def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         """`take`, as a code."""
-        compressor.encode(self.take(span, part), step=span.step, out=out)
+        compressor.encode(self.take(piece, part), step=piece.step, out=out)
 
     def settle(
         self,
-        span: Span,
+        piece: Piece,
         part: slice,
         compressor: Compressor,
         codes: Sequence[Tensor],
@@ -45,8 +42,8 @@ class Carried(ABC):
         numel = part.stop - part.start
         mean = torch.zeros(numel, device=codes[0].device)
         for code, weight in zip(codes, weights, strict=True):
-            compressor.decode_add(code, mean, weight, step=span.step)
-        self.put(span, part, mean, compressor.decode(codes[own], numel, step=span.step))
+            compressor.decode_add(code, mean, weight, step=piece.step)
+        self.put(piece, part, mean, compressor.decode(codes[own], numel, step=piece.step))
 
 
 @dataclass
@@ -67,28 +64,28 @@ class Moves(Carried):
         self.x_hat[part] += mean
         self.x[part] += mean.sub_(own)
 
-    def take(self, span: Span, part: slice) -> Tensor:
+    def take(self, piece: Piece, part: slice) -> Tensor:
         return self.residual(part)
 
-    def put(self, span: Span, part: slice, mean: Tensor, own: Tensor) -> None:
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         self.move(part, mean, own)
 
-    def encode(self, span: Span, part: slice, compressor: Compressor, out: Tensor) -> None:
+    def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         if any(True for _ in self.in_flight(part)):
-            super().encode(span, part, compressor, out)
+            super().encode(piece, part, compressor, out)
         else:
-            compressor.encode_difference(self.x[part], self.x_hat[part], step=span.step, out=out)
+            compressor.encode_difference(self.x[part], self.x_hat[part], step=piece.step, out=out)
 
     def settle(
         self,
-        span: Span,
+        piece: Piece,
         part: slice,
         compressor: Compressor,
         codes: Sequence[Tensor],
         weights: Sequence[float],
         own: int,
     ) -> None:
-        compressor.settle(codes, weights, own, self.x[part], self.x_hat[part], step=span.step)
+        compressor.settle(codes, weights, own, self.x[part], self.x_hat[part], step=piece.step)
 
 
 @dataclass
@@ -98,10 +95,10 @@ class Moment(Carried):
     name: str
     vector: Tensor
 
-    def take(self, span: Span, part: slice) -> Tensor:
+    def take(self, piece: Piece, part: slice) -> Tensor:
         return self.vector[part].clone()
 
-    def put(self, span: Span, part: slice, mean: Tensor, own: Tensor) -> None:
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         now = self.vector[part]
         if self.name in SQUARES:
             # Stale news may ask for less than nothing. Never fall to near 0: Adam divides by its root.

@@ -20,7 +20,7 @@ from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.gradient_news import Correction, GradientNews, SecondMoment
 from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainMean
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import Course, Piece
+from laconic.methods.pieces import Piece, Turns
 
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives.
 LEAST_PLAIN, LEAST_CODED = 2, 4
@@ -56,8 +56,8 @@ class Divisible(Method):
             four workers, else 2.
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
-    compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("local"),
-    1.5 ("shared"), 2 ("corrected") or 1 + those averaged.
+    compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("local"), 2
+    ("shared", "corrected") or 1 + those averaged.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
@@ -74,6 +74,7 @@ class Divisible(Method):
     # message yet, and s those in a background message. Neither is stored: s is what the pieces in flight were given,
     # and e is x − x_hat − s, so that what rounding loses anywhere stays in e and is sent later.
     x_hat: Tensor = state()  # (d)
+    column: int = state(0)  # where the next piece begins
 
     _flying: list[Piece] = field(default_factory=list, init=False, repr=False, compare=False)
     _pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
@@ -103,7 +104,6 @@ class Divisible(Method):
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
         self._gradient: GradientNews | None = None  # travels with the moves
-        self._courses: dict[int, Course] = {}  # by the sweeps of the moves that one takes
         if self.period is None or comm.size == 1:
             return
         moments = self.moments or ("shared" if SecondMoment.is_for(worker) else "local")
@@ -116,7 +116,7 @@ class Divisible(Method):
             coders = Coders([self.background, *of_gradient], comm.rank, worker.x.device)
             hops = self.hops or (1 if comm.size <= FEW else 2)
             self._mean = (GatheredMean if hops == 1 else OwnersMean)(channel, worker.x.numel(), coders)
-        self._courses = {sweeps: Course(self._mean.layout) for sweeps in (1, SecondMoment.sweeps)}
+        self._turns = Turns(self._mean.layout.row)
         self._gradient = news_of(worker) if news_of is not None else None
         if self.period == "auto":
             self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
@@ -157,7 +157,7 @@ class Divisible(Method):
     def _in_flight(self, wanted: slice) -> Iterator[tuple[slice, Tensor]]:
         """s within these coordinates, where something of them is on its way."""
         for piece in self._flying:
-            for owner, part in enumerate(piece.spans[0].parts):
+            for owner, part in enumerate(piece.parts):
                 start, stop = max(part.start, wanted.start), min(part.stop, wanted.stop)
                 if start < stop and self._mean is not None:
                     yield slice(start, stop), self._mean.said(piece, owner, start - part.start, stop - part.start)
@@ -185,13 +185,12 @@ class Divisible(Method):
         every = min(mean.messages, self._period())
         if worker.step % every:
             return
-        vectors, columns = self._carried(worker), every * mean.layout.row
-        spans = {
-            sweeps: self._courses[sweeps].next(-(-columns // (self._period() * sweeps)), worker.step)
-            for sweeps in sorted({vector.sweeps for vector in vectors})
-        }
-        piece = Piece([spans[vector.sweeps] for vector in vectors], worker.step + self.delay)
-        mean.send(piece, vectors)
+        row = mean.layout.row
+        stop = min(self.column + -(-row * every // self._period()), row)
+        ages = self._turns.next(stop - self.column, worker.step)
+        piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay, ages)
+        self.column = stop % row
+        mean.send(piece, self._carried(worker))
         self._flying.append(piece)
 
     def _receive(self, worker: Replica, mean: Mean, step: int) -> None:
@@ -224,7 +223,7 @@ class Divisible(Method):
         times.append(comm.now())
         transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
         if self._left is not None:
-            columns = sum(piece.spans[0].numel(0) for piece in started)
+            columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
             pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
 
     def _note_waiting(self, comm: Comm) -> None:
@@ -240,7 +239,7 @@ class Divisible(Method):
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
-            "courses": {k: course.state_dict() for k, course in self._courses.items()},
+            "turns": self._turns.last if self._mean is not None else [],
             "gradient": self._gradient.state_dict() if self._gradient is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
@@ -248,11 +247,11 @@ class Divisible(Method):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         own = dict(saved)
         self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
-        residuals, courses, gradient, pace = (own.pop(name) for name in ("residuals", "courses", "gradient", "pace"))
+        residuals, turns, gradient, pace = (own.pop(name) for name in ("residuals", "turns", "gradient", "pace"))
         if isinstance(self._mean, OwnersMean):
             self._mean.residuals = residuals
-        for sweeps, course in self._courses.items():
-            course.load_state_dict(courses[sweeps])
+        if self._mean is not None:
+            self._turns.last = turns
         if self._gradient is not None:
             self._gradient.load_state_dict(gradient)
         if self._pace is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.compress import Compressor
 from laconic.method import Replica
 from laconic.methods.carried import Carried
-from laconic.methods.pieces import Span
+from laconic.methods.pieces import Piece
 
 V = "exp_avg_sq"
 
@@ -30,10 +30,10 @@ class GradientNews(Carried):
     def check(self) -> None:
         """Raise if the optimizer, which has made a step, is not one that this can be done with."""
 
-    def take(self, span: Span, part: slice) -> Tensor:
+    def take(self, piece: Piece, part: slice) -> Tensor:
         total = self.total[part]
         mean = torch.empty_like(total)
-        for (own, age), (summed, _) in zip(span.by_age(mean), span.by_age(total), strict=True):
+        for (own, age), (summed, _) in zip(piece.by_age(mean), piece.by_age(total), strict=True):
             torch.div(summed, age, out=own)
         total.zero_()
         return mean
@@ -63,19 +63,19 @@ class Correction(GradientNews):
                 total += gradient
                 gradient += shift
 
-    def put(self, span: Span, part: slice, mean: Tensor, own: Tensor) -> None:
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         torch.sub(mean, own, out=self.shift[part])
 
     def settle(
         self,
-        span: Span,
+        piece: Piece,
         part: slice,
         compressor: Compressor,
         codes: Sequence[Tensor],
         weights: Sequence[float],
         own: int,
     ) -> None:
-        compressor.settle(codes, weights, own, self.shift[part], step=span.step)
+        compressor.settle(codes, weights, own, self.shift[part], step=piece.step)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self.total, "shift": self.shift}
@@ -90,10 +90,8 @@ class SecondMoment(GradientNews):
 
     With μ the gradient and σ² an own one's noise, the own square is μ² + σ², that of the mean over n workers and k
     steps, which is heard of, μ² + σ²/(nk), and that of a step's mean gradient μ² + σ²/n: `own_share` of the first and
-    the rest of the second. So nothing is lost by sending it more seldom, but time, and v has time.
+    the rest of the second.
     """
-
-    sweeps = 2
 
     @staticmethod
     def is_for(worker: Replica) -> bool:
@@ -115,8 +113,8 @@ class SecondMoment(GradientNews):
     def check(self) -> None:
         self._beta2()
 
-    def put(self, span: Span, part: slice, mean: Tensor, own: Tensor) -> None:
-        vectors = (span.by_age(vector) for vector in (self._worker.moments()[V][part], self.v[part], mean))
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
+        vectors = (piece.by_age(vector) for vector in (self._worker.moments()[V][part], self.v[part], mean))
         for (now, age), (v, _), (news, _) in zip(*vectors, strict=True):
             share, kept = own_share(self._worker.comm.size, age), self._beta2() ** age
             # kept · v + share · (now − kept · v), what the own gradients have added since, + the rest of the mean's
@@ -126,7 +124,7 @@ class SecondMoment(GradientNews):
 
     def settle(
         self,
-        span: Span,
+        piece: Piece,
         part: slice,
         compressor: Compressor,
         codes: Sequence[Tensor],
@@ -136,8 +134,8 @@ class SecondMoment(GradientNews):
         mean = torch.zeros(part.stop - part.start, device=codes[0].device)
         for code, weight in zip(codes, weights, strict=True):
             if weight:
-                compressor.decode_add(code, mean, weight, step=span.step)
-        self.put(span, part, mean, mean)
+                compressor.decode_add(code, mean, weight, step=piece.step)
+        self.put(piece, part, mean, mean)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self.total, "v": self.v}

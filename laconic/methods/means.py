@@ -41,16 +41,15 @@ class PlainMean:
         self._comm = comm
 
     def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
-        taken = [vector.take(span, span.parts[0]) for vector, span in zip(vectors, piece.spans, strict=True)]
+        taken = [vector.take(piece, piece.parts[0]) for vector in vectors]
         piece.sent = [taken[0] if len(taken) == 1 else torch.cat(taken)]
         piece.pending = self._comm.mean_async(piece.sent[0])
         piece.messages = 1
 
     def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
-        numels = [span.numel(0) for span in piece.spans]
-        means, own = (torch.split(message, numels) for message in (piece.wait(), piece.sent[0]))
-        for vector, span, mean, share in zip(vectors, piece.spans, means, own, strict=True):
-            vector.put(span, span.parts[0], mean, share)
+        means, own = (message.chunk(len(vectors)) for message in (piece.wait(), piece.sent[0]))
+        for i, vector in enumerate(vectors):
+            vector.put(piece, piece.parts[0], means[i], own[i])
         return True
 
     def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
@@ -64,26 +63,25 @@ class Coders:
         self._compressors = [compressor.for_rank(rank) for compressor in compressors]
         self._rank, self._device = rank, device
 
-    def nbytes(self, piece: Piece, owner: int) -> int:
-        numels = [span.numel(owner) for span in piece.spans]
-        return sum(compressor.nbytes(n) for compressor, n in zip(self._compressors, numels, strict=True))
+    def nbytes(self, numel: int) -> int:
+        return sum(compressor.nbytes(numel) for compressor in self._compressors)
 
-    def encode(self, vectors: Sequence[Carried], piece: Piece, owner: int) -> Tensor:
-        message = torch.empty(self.nbytes(piece, owner), dtype=torch.uint8, device=self._device)
-        found = self.find(message, piece, owner)
-        for vector, span, (compressor, code) in zip(vectors, piece.spans, found, strict=True):
+    def encode(self, vectors: Sequence[Carried], piece: Piece, part: slice) -> Tensor:
+        numel = part.stop - part.start
+        message = torch.empty(self.nbytes(numel), dtype=torch.uint8, device=self._device)
+        for vector, (compressor, code) in zip(vectors, self.find(message, numel), strict=True):
             try:
-                vector.encode(span, span.parts[owner], compressor, code)
+                vector.encode(piece, part, compressor, code)
             except ValueError as error:  # an entry is not finite
                 where = f"NaN or infinity on rank {self._rank}"
-                raise FloatingPointError(f"background at step {span.step}: {where} ({error})") from error
+                raise FloatingPointError(f"background at step {piece.step}: {where} ({error})") from error
         return message
 
-    def find(self, message: Tensor, piece: Piece, owner: int) -> Iterator[tuple[Compressor, Tensor]]:
-        """The compressor of each vector, and its code's place in a message about an owner's part."""
+    def find(self, message: Tensor, numel: int) -> Iterator[tuple[Compressor, Tensor]]:
+        """The compressor of each vector, and its code's place in the message."""
         start = 0
-        for compressor, span in zip(self._compressors, piece.spans, strict=True):
-            stop = start + compressor.nbytes(span.numel(owner))
+        for compressor in self._compressors:
+            stop = start + compressor.nbytes(numel)
             yield compressor, message[start:stop]
             start = stop
 
@@ -91,20 +89,20 @@ class Coders:
         self,
         vectors: Sequence[Carried],
         piece: Piece,
-        owner: int,
+        part: slice,
         messages: Sequence[Tensor],
         weights: Sequence[float],
         own: int,
     ) -> None:
-        found = zip(*(self.find(message, piece, owner) for message in messages), strict=True)
-        for vector, span, by_message in zip(vectors, piece.spans, found, strict=True):
-            codes = [code for _, code in by_message]
-            vector.settle(span, span.parts[owner], by_message[0][0], codes, weights, own)
+        numel = part.stop - part.start
+        found = zip(*(self.find(message, numel) for message in messages), strict=True)
+        for vector, by_message in zip(vectors, found, strict=True):
+            vector.settle(piece, part, by_message[0][0], [code for _, code in by_message], weights, own)
 
     def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
-        compressor, code = next(self.find(piece.sent[owner], piece, owner))
-        span = piece.spans[0]
-        return compressor.decode_part(code, span.numel(owner), start, stop, step=span.step)
+        numel = piece.parts[owner].stop - piece.parts[owner].start
+        compressor, code = next(self.find(piece.sent[owner], numel))
+        return compressor.decode_part(code, numel, start, stop, step=piece.step)
 
 
 class GatheredMean:
@@ -118,14 +116,14 @@ class GatheredMean:
         self._comm, self._coders = comm, coders
 
     def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
-        piece.sent = [self._coders.encode(vectors, piece, 0)]
+        piece.sent = [self._coders.encode(vectors, piece, piece.parts[0])]
         piece.pending = self._comm.all_gather_async(piece.sent[0])
         piece.messages = 1
 
     def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
         # In the order of ranks, so that all have the same bits.
         n = self._comm.size
-        self._coders.settle(vectors, piece, 0, piece.wait(), [1 / n] * n, self._comm.rank)
+        self._coders.settle(vectors, piece, piece.parts[0], piece.wait(), [1 / n] * n, self._comm.rank)
         return True
 
 
@@ -141,7 +139,7 @@ class OwnersMean:
         self._comm, self._coders = comm, coders
 
     def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
-        piece.sent = [self._coders.encode(vectors, piece, owner) for owner in range(self.layout.owners)]
+        piece.sent = [self._coders.encode(vectors, piece, part) for part in piece.parts]
         piece.pending = self._comm.all_to_all_async(piece.sent)
         piece.messages = 1
 
@@ -149,27 +147,25 @@ class OwnersMean:
         if piece.messages == 1:
             self._pass_on(piece, piece.wait())
             return False
-        for owner, (message, own) in enumerate(zip(piece.wait(), piece.sent, strict=True)):
-            self._coders.settle(vectors, piece, owner, [message, own], [1.0, 0.0], 1)
+        for part, message, own in zip(piece.parts, piece.wait(), piece.sent, strict=True):
+            self._coders.settle(vectors, piece, part, [message, own], [1.0, 0.0], 1)
         return True
 
     def _pass_on(self, piece: Piece, received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""
-        rank = self._comm.rank
+        own, row = piece.parts[self._comm.rank], self._comm.rank * self.layout.row
+        numel, longest = own.stop - own.start, max(part.stop - part.start for part in piece.parts)
         # Rows end at different columns, and a gather takes messages of one length.
-        longest = max(self._coders.nbytes(piece, owner) for owner in range(self.layout.owners))
-        message = received[0].new_zeros(longest)
+        message = received[0].new_zeros(self._coders.nbytes(longest))
+        by_vector = list(zip(*(self._coders.find(codes, numel) for codes in received), strict=True))
         if not self.residuals:
-            self.residuals = [torch.zeros(self.layout.row, device=message.device) for _ in piece.spans]
-        by_vector = zip(*(self._coders.find(codes, piece, rank) for codes in received), strict=True)
-        places = self._coders.find(message, piece, rank)
-        vectors = zip(piece.spans, by_vector, places, self.residuals, strict=True)
-        for span, sent, (compressor, code), residual in vectors:
-            mean = residual.new_zeros(span.numel(rank))
+            self.residuals = [torch.zeros(self.layout.row, device=message.device) for _ in by_vector]
+        places = self._coders.find(message, numel)
+        for sent, (compressor, code), residual in zip(by_vector, places, self.residuals, strict=True):
+            mean = residual.new_zeros(numel)
             for coder, said in sent:
-                coder.decode_add(said, mean, 1 / len(received), step=span.step)
-            own, row = span.parts[rank], rank * self.layout.row
+                coder.decode_add(said, mean, 1 / len(received), step=piece.step)
             unsaid = residual[own.start - row : own.stop - row]
-            encode_with_feedback(compressor, mean, unsaid, step=span.step, out=code)
+            encode_with_feedback(compressor, mean, unsaid, step=piece.step, out=code)
         piece.pending = self._comm.all_gather_async(message)
         piece.messages = 2

@@ -1,4 +1,4 @@
-"""Vectors cut into pieces that go round: which coordinates are next, and how long ago they were sent."""
+"""A vector cut into pieces that go round: where they are, and since when they have not been sent."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ class Layout:
 
 
 @dataclass
-class Span:
-    """Columns whose turn has come, of each owner's row, and how long ago it last had."""
+class Piece:
+    """The same coordinates of some vectors, on their way to becoming their mean."""
 
-    step: int
-    parts: list[slice]  # coordinates, by owner
-    ages: list[tuple[int, int]]  # columns one after the other: how many, and the steps since they were last sent
+    parts: list[slice]  # the coordinates, by owner
+    step: int  # in which it was sent
+    due: int  # the step in which the message on its way is waited for
+    ages: list[tuple[int, int]]  # columns one after the other: how many, and in how many steps they were not sent
+    sent: list[Tensor] = field(default_factory=list)  # this rank's share in the mean: a message for each part
+    messages: int = 0  # sent so far
+    pending: Pending[Any] | None = None
 
     def by_age(self, vector: Tensor) -> Iterator[tuple[Tensor, int]]:
         """A vector over one of the parts, cut where the age changes."""
@@ -50,63 +54,44 @@ class Span:
             yield vector[first : first + columns], age
             first += columns
 
-    def numel(self, owner: int) -> int:
-        part = self.parts[owner]
-        return int(part.stop - part.start)
-
-
-class Course:
-    """The way of a vector's columns: which are next, and when they were last sent."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._last = [[layout.row, 0]]  # columns in the order of their turns: how many, and the step they were sent in
-        self._column = 0
-
-    def next(self, columns: int, step: int) -> Span:
-        """The next columns, up to the end of the row."""
-        stop = min(self._column + columns, self._layout.row)
-        ages, left = [], stop - self._column
-        self._last.append([left, step])
-        while left:
-            number, last = self._last.pop(0)
-            taken = min(number, left)
-            ages.append((taken, step - last))
-            left -= taken
-            if taken < number:
-                self._last.insert(0, [number - taken, last])
-        parts = self._layout.parts(self._column, stop)
-        self._column = stop % self._layout.row
-        return Span(step, parts, ages)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self._last, "column": self._column}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._last, self._column = saved["last"], saved["column"]
-
-
-@dataclass
-class Piece:
-    """Coordinates of some vectors, on their way to becoming their mean."""
-
-    spans: list[Span]  # of each vector
-    due: int  # the step in which the message on its way is waited for
-    sent: list[Tensor] = field(default_factory=list)  # this rank's share in the mean: a message for each owner
-    messages: int = 0  # sent so far
-    pending: Pending[Any] | None = None
-
     def wait(self) -> Any:
         assert self.pending is not None
         return self.pending.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """With what the message on its way will bring: waits for it, but leaves the piece as it is."""
-        spans = [[span.step, [[part.start, part.stop] for part in span.parts], span.ages] for span in self.spans]
-        own = {"due": self.due, "sent": self.sent, "messages": self.messages}
-        return {**own, "spans": spans, "received": self.wait()}
+        return {
+            "parts": [[part.start, part.stop] for part in self.parts],
+            "step": self.step,
+            "due": self.due,
+            "ages": self.ages,
+            "sent": self.sent,
+            "messages": self.messages,
+            "received": self.wait(),
+        }
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any]) -> Piece:
-        spans = [Span(step, [slice(*part) for part in parts], ages) for step, parts, ages in saved["spans"]]
-        return cls(spans, saved["due"], saved["sent"], saved["messages"], Arrived(saved["received"]))
+        parts = [slice(start, stop) for start, stop in saved["parts"]]
+        rest = {name: saved[name] for name in ("step", "due", "ages", "sent", "messages")}
+        return cls(parts, **rest, pending=Arrived(saved["received"]))
+
+
+class Turns:
+    """When columns were last sent, in the order in which their turn comes."""
+
+    def __init__(self, columns: int) -> None:
+        self.last = [[columns, 0]]  # how many, and the step
+
+    def next(self, columns: int, step: int) -> list[tuple[int, int]]:
+        """The ages of the next columns, which are sent in this step."""
+        ages, left = [], columns
+        while left:
+            number, last = self.last.pop(0)
+            taken = min(number, left)
+            ages.append((taken, step - last))
+            left -= taken
+            if taken < number:
+                self.last.insert(0, [number - taken, last])
+        self.last.append([columns, step])
+        return ages

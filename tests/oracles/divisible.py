@@ -44,8 +44,6 @@ def divisible(
     d = len(x[0])
     blocks = foreground_blocks(d, ratio)
     pieces = [list(range(d)[i : i + -(-d // period)]) for i in range(0, d, -(-d // period))] if period else []
-    part = -(-d // (2 * period)) if period and moments == "shared" else None  # of the gradient, half of a piece
-    gradient_pieces = [list(range(d)[i : i + part]) for i in range(0, d, part)] if part else pieces
     e = [torch.zeros(d) for _ in range(workers)]
     s = [torch.zeros(d) for _ in range(workers)]
     g = [torch.zeros(d) for _ in range(workers)]  # sum of the own gradients since they were last sent
@@ -53,7 +51,7 @@ def divisible(
     shift = [torch.zeros(d) for _ in range(workers)]
     v = [torch.zeros(d) for _ in range(workers)]  # Adam's, when news of the mean gradient last came
     added = [torch.zeros(d) for _ in range(workers)]  # to it by the own gradients since
-    flying: list[tuple[int, list[int], list[Tensor], list[dict[str, Tensor]], list[int], Tensor]] = []
+    flying: list[tuple[int, list[int], list[Tensor], list[dict[str, Tensor]], Tensor]] = []
     path = []
     for step in range(1, steps + 1):
         for i in range(workers):
@@ -79,7 +77,7 @@ def divisible(
             e[i][list(block)] = 0
 
         if flying and flying[0][0] + delay == step:
-            _, piece, sent, snapshots, heard, age = flying.pop(0)
+            _, piece, sent, snapshots, age = flying.pop(0)
             mean = torch.stack(sent).mean(0)
             for i in range(workers):
                 x[i][piece] += mean - sent[i]
@@ -87,16 +85,16 @@ def divisible(
                 for name, snapshot in snapshots[i].items():
                     average = torch.stack([other[name] for other in snapshots]).mean(0)
                     if name == "gradient":
-                        shift[i][heard] = average - snapshot
+                        shift[i][piece] = average - snapshot
                         continue
                     if name == "mean gradient":
                         kept = 0.999**age
                         share = torch.clamp((age - 1) / (workers * age - 1), min=0.5 / workers)
-                        news = share * added[i][heard] + (1 - share) * (1 - kept) * average**2
-                        v[i][heard] = kept * v[i][heard] + news
-                        added[i][heard] = 0
+                        news = share * added[i][piece] + (1 - share) * (1 - kept) * average**2
+                        v[i][piece] = kept * v[i][piece] + news
+                        added[i][piece] = 0
                         now = moment(models[i], optimizers[i], "exp_avg_sq")
-                        now[heard] = v[i][heard]
+                        now[piece] = v[i][piece]
                         set_moment(models[i], optimizers[i], "exp_avg_sq", now)
                         continue
                     now = moment(models[i], optimizers[i], name)
@@ -113,17 +111,16 @@ def divisible(
             snapshots = [
                 {name: moment(models[i], optimizers[i], name)[piece] for name in names} for i in range(workers)
             ]
-            heard = gradient_pieces[(step - 1) % len(gradient_pieces)]
-            age = step - last[heard]
             if moments in ("corrected", "shared"):
                 name = "gradient" if moments == "corrected" else "mean gradient"
-                snapshots = [{name: said(g[i][heard] / age, Log(4))} for i in range(workers)]
-            last[heard] = step
+                snapshots = [{name: said(g[i][piece] / (step - last[piece]), Log(4))} for i in range(workers)]
+            age = step - last[piece]
+            last[piece] = step
             for i in range(workers):
-                g[i][heard] = 0
+                g[i][piece] = 0
                 s[i][piece] += sent[i]
                 e[i][piece] -= sent[i]
-            flying.append((step, piece, sent, snapshots, heard, age))
+            flying.append((step, piece, sent, snapshots, age))
 
         for i in range(workers):
             nn.utils.vector_to_parameters(x[i].clone(), models[i].parameters())
