@@ -38,8 +38,9 @@ class Replica(Protocol):
     def lr(self) -> float:
         """The learning rate now (the largest, where parameter groups differ)."""
 
-    def group_settings(self, name: str) -> list[Any]:
-        """A setting of the optimizer (betas, …) in each of its parameter groups that has it."""
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's. Its settings may be read; `moments` is the way to its state."""
 
     @property
     def generator(self) -> torch.Generator:

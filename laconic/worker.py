@@ -111,9 +111,6 @@ class Worker:
     def lr(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def group_settings(self, name: str) -> list[Any]:
-        return [group[name] for group in self.optimizer.param_groups if name in group]
-
     def pack_gradient(self) -> Tensor:
         return self._flat.pack_gradient()
 

@@ -40,7 +40,7 @@ class Carried(ABC):
     ) -> None:
         """`put`: the mean is what the codes say times their weights, and number `own` is this rank's."""
         numel = part.stop - part.start
-        mean = torch.zeros(numel, device=codes[0].device)
+        mean = torch.zeros(numel, dtype=torch.float32, device=codes[0].device)
         for code, weight in zip(codes, weights, strict=True):
             compressor.decode_add(code, mean, weight, step=piece.step)
         self.put(piece, part, mean, compressor.decode(codes[own], numel, step=piece.step))

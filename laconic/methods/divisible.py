@@ -47,7 +47,8 @@ class Divisible(Method):
             (in `Log(4)` where there is a compressor). For workers that hold different kinds of data, "corrected": of
             gradients corrected by the stale mean gradient, which travels likewise; or "averaged": the state itself
             is averaged in the background, which for Adam makes it three times as large, and takes no compressor.
-            None: "shared" for `Adam` and `AdamW` (without amsgrad, one beta2), "local" for other optimizers.
+            None: "shared" for `AdamW`, and for `Adam` without weight decay; "local" with amsgrad, with different beta2
+            in parameter groups, and for other optimizers.
         background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
@@ -106,7 +107,7 @@ class Divisible(Method):
         self._gradient: GradientNews | None = None  # travels with the moves
         if self.period is None or comm.size == 1:
             return
-        moments = self.moments or ("shared" if SecondMoment.is_for(worker) else "local")
+        moments = self._resolve_moments(worker)
         news_of = {"corrected": Correction, "shared": SecondMoment}.get(moments)
         channel = comm.channel("background")
         if self.background is None:
@@ -120,6 +121,18 @@ class Divisible(Method):
         self._gradient = news_of(worker) if news_of is not None else None
         if self.period == "auto":
             self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
+
+    def _resolve_moments(self, worker: Replica) -> str:
+        unfit = SecondMoment.unfit(worker.optimizer)
+        if self.moments == "shared" and unfit is not None:
+            raise ValueError(f"moments='shared' {unfit}")
+        moments = self.moments or ("shared" if unfit is None else "local")
+        chosen = worker.comm.meet("the moments of Divisible", moments)
+        if len(set(chosen)) > 1:
+            raise ValueError(
+                f"moments must be the same on all ranks; with their optimizers they are {', '.join(chosen)}"
+            )
+        return moments
 
     def before_step(self, worker: Replica) -> None:
         if self._gradient is not None:
@@ -170,7 +183,6 @@ class Divisible(Method):
                 raise ValueError("moments='averaged' is for an optimizer that has some, and this one has none")
             vectors += [Moment(name, vector) for name, vector in moments.items()]
         if self._gradient is not None:
-            self._gradient.check()
             vectors.append(self._gradient)
         return vectors
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ class GradientNews(Carried):
 
     @abstractmethod
     def before_step(self, worker: Replica) -> None: ...
-
-    def check(self) -> None:
-        """Raise if the optimizer, which has made a step, is not one that this can be done with."""
 
     def take(self, piece: Piece, part: slice) -> Tensor:
         total = self.total[part]
@@ -94,32 +90,53 @@ class SecondMoment(GradientNews):
     """
 
     @staticmethod
-    def is_for(worker: Replica) -> bool:
-        """Whether the optimizer is Adam or AdamW, of the kind that this can be done with."""
-        betas, amsgrad = worker.group_settings("betas"), worker.group_settings("amsgrad")
-        return bool(amsgrad) and not any(amsgrad) and len({beta2 for _, beta2 in betas}) == 1
+    def unfit(optimizer: torch.optim.Optimizer) -> str | None:
+        """Why this cannot be done with the optimizer, if it cannot."""
+        groups = optimizer.param_groups
+        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+            return f"is for Adam and AdamW, not {type(optimizer).__name__}"
+        if any(group["amsgrad"] for group in groups):
+            return "needs amsgrad=False"
+        if len(decays := {group["betas"][1] for group in groups}) > 1:
+            return f"needs one beta2 for all parameter groups, not {sorted(decays)}"
+        if any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in groups):
+            return "needs weight_decay=0 or AdamW: with Adam, v has the weights in it"
+        return None
 
     def __init__(self, worker: Replica) -> None:
         super().__init__(worker)
         self.v = torch.zeros_like(worker.x)  # what v was made when news last came (d)
         self._worker = worker
-        self._decay: float | None = None
+        self._knows_v = False
+        self._some_idle = False  # whether some parameter ever had no gradient
 
     def before_step(self, worker: Replica) -> None:
+        if not self._knows_v:
+            self._knows_v = True
+            if V in (moments := worker.moments()):  # of an earlier training
+                self.v.copy_(moments[V])
         for gradient, total in zip(worker.gradients(), self._totals, strict=True):
             if gradient is not None:
                 total += gradient
-
-    def check(self) -> None:
-        self._beta2()
+            else:
+                self._some_idle = True
 
     def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
-        vectors = (piece.by_age(vector) for vector in (self._worker.moments()[V][part], self.v[part], mean))
-        for (now, age), (v, _), (news, _) in zip(*vectors, strict=True):
-            share, kept = own_share(self._worker.comm.size, age), self._beta2() ** age
+        moments = self._worker.moments()
+        if V not in moments:  # the first gradient is still to come
+            return
+        beta2 = self._worker.optimizer.param_groups[0]["betas"][1]
+        for (now, age), (v, _), (news, _) in zip(
+            piece.by_age(moments[V][part]), piece.by_age(self.v[part]), piece.by_age(mean), strict=True
+        ):
+            share, kept = own_share(self._worker.comm.size, age), beta2**age
+            # Without a gradient, the optimizer leaves v alone.
+            idle = (now == v) & (news == 0) if self._some_idle else None
             # kept · v + share · (now − kept · v), what the own gradients have added since, + the rest of the mean's
             v *= (1 - share) * kept
             v.add_(now, alpha=share).addcmul_(news, news, value=(1 - share) * (1 - kept))
+            if idle is not None:
+                torch.where(idle, now, v, out=v)
             now.copy_(v)
 
     def settle(
@@ -131,7 +148,7 @@ class SecondMoment(GradientNews):
         weights: Sequence[float],
         own: int,
     ) -> None:
-        mean = torch.zeros(part.stop - part.start, device=codes[0].device)
+        mean = torch.zeros(part.stop - part.start, dtype=torch.float32, device=codes[0].device)
         for code, weight in zip(codes, weights, strict=True):
             if weight:
                 compressor.decode_add(code, mean, weight, step=piece.step)
@@ -140,19 +157,9 @@ class SecondMoment(GradientNews):
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self.total, "v": self.v}
 
-    def _beta2(self) -> float:
-        if self._decay is None:
-            names: list[Any] = list(self._worker.moments())
-            if V not in names or "max_exp_avg_sq" in names:
-                raise ValueError(
-                    f"moments='shared' is for Adam and its like without amsgrad, whose state has {V!r}; this "
-                    f"optimizer's has {', '.join(names) or 'nothing'}"
-                )
-            decays = {betas[1] for betas in self._worker.group_settings("betas")}
-            if len(decays) != 1:
-                raise ValueError(f"moments='shared' needs one beta2 for all parameter groups, not {sorted(decays)}")
-            (self._decay,) = decays
-        return self._decay
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        super().load_state_dict(saved)
+        self._knows_v = True
 
 
 def own_share(workers: int, steps: int) -> float:

@@ -159,7 +159,9 @@ class OwnersMean:
         message = received[0].new_zeros(self._coders.nbytes(longest))
         by_vector = list(zip(*(self._coders.find(codes, numel) for codes in received), strict=True))
         if not self.residuals:
-            self.residuals = [torch.zeros(self.layout.row, device=message.device) for _ in by_vector]
+            self.residuals = [
+                torch.zeros(self.layout.row, dtype=torch.float32, device=message.device) for _ in by_vector
+            ]
         places = self._coders.find(message, numel)
         for sent, (compressor, code), residual in zip(by_vector, places, self.residuals, strict=True):
             mean = residual.new_zeros(numel)

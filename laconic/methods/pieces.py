@@ -42,7 +42,7 @@ class Piece:
     parts: list[slice]  # the coordinates, by owner
     step: int  # in which it was sent
     due: int  # the step in which the message on its way is waited for
-    ages: list[tuple[int, int]]  # columns one after the other: how many, and in how many steps they were not sent
+    ages: list[tuple[int, int]]  # columns one after the other: how many, and the steps since they were last sent
     sent: list[Tensor] = field(default_factory=list)  # this rank's share in the mean: a message for each part
     messages: int = 0  # sent so far
     pending: Pending[Any] | None = None

@@ -633,6 +633,7 @@ def test_the_moments_when_none_are_asked_for() -> None:
             torch.optim.Adam,
             torch.optim.AdamW,
             lambda p: torch.optim.Adam(p, amsgrad=True),
+            lambda p: torch.optim.Adam(p, weight_decay=0.1),
             torch.optim.NAdam,
             lambda p: torch.optim.SGD(p, lr=0.1),
         ):
@@ -642,18 +643,15 @@ def test_the_moments_when_none_are_asked_for() -> None:
                 found.append(own._gradient and type(own._gradient).__name__)
         return found
 
-    assert laconic.spawn(run, 2) == [["SecondMoment", "SecondMoment", None, None, None]] * 2
+    assert laconic.spawn(run, 2) == [["SecondMoment", "SecondMoment", None, None, None, None]] * 2
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-            "this optimizer's has momentum_buffer",
-        ),
-        (lambda p: torch.optim.SGD(p, lr=0.1), "this optimizer's has nothing"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "without amsgrad"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "moments='shared' is for Adam and AdamW, not SGD"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "moments='shared' needs amsgrad=False"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "moments='shared' needs weight_decay=0 or AdamW"),
         (
             lambda p: torch.optim.Adam([{"params": [q], "betas": (0.9, 0.9 + 0.01 * i)} for i, q in enumerate(p)]),
             r"one beta2 for all parameter groups, not \[0.9, 0.91\]",
@@ -663,16 +661,62 @@ def test_the_moments_when_none_are_asked_for() -> None:
 def test_shared_moments_are_for_adam(build: Any, message: str) -> None:
     def run() -> str:
         model = nn.Linear(5, 1)
-        optimizer = build(list(model.parameters()))
-        with (
-            pytest.raises(ValueError, match=message) as error,
-            laconic.Worker(model, optimizer, laconic.Divisible(8, 2, "shared")),
-        ):
-            model(torch.ones(5)).sum().backward()
-            optimizer.step()
+        with pytest.raises(ValueError, match=message) as error:
+            laconic.Worker(model, build(list(model.parameters())), laconic.Divisible(8, 2, "shared"))
         return str(error.value)
 
     assert len(set(laconic.spawn(run, 2))) == 1
+
+
+def test_ranks_whose_optimizers_ask_for_different_moments() -> None:
+    def run() -> str:
+        model = nn.Linear(5, 1)
+        optimizer = torch.optim.Adam(model.parameters(), amsgrad=rank() == 1)
+        with pytest.raises(ValueError, match="same on all ranks, and by their optimizers are shared, local") as error:
+            laconic.Worker(model, optimizer, laconic.Divisible(8, 2))
+        return str(error.value)
+
+    assert len(set(laconic.spawn(run, 2))) == 1
+
+
+def test_shared_v_goes_on_from_an_earlier_training() -> None:
+    """v was 5 for long; gradients are 1 now, so it falls slowly, as Adam's own does."""
+    steps, d = 12, 300
+
+    def run() -> tuple[Tensor, Tensor]:
+        model = nn.Linear(d, 1, bias=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+        old = {"step": torch.tensor(1e4), "exp_avg": torch.ones(1, d), "exp_avg_sq": torch.full((1, d), 5.0)}
+        optimizer.state[model.weight] = old
+        with laconic.Worker(model, optimizer, laconic.Divisible(8, 3, "shared")) as worker:
+            for _ in range(steps):
+                model.weight.grad = torch.ones(1, d)
+                optimizer.step()
+            return worker.moments()["exp_avg_sq"].clone(), torch.full((d,), 1 + 4 * 0.999**steps)
+
+    for v, expected in laconic.spawn(run, 2):
+        torch.testing.assert_close(v, expected, rtol=1e-3, atol=0)
+
+
+def test_shared_v_waits_for_gradients() -> None:
+    """The first steps have none, and one parameter never has any more after that: its v stays."""
+
+    def run() -> list[Tensor]:
+        model = nn.ParameterList([torch.ones(40), torch.ones(60)])
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+        seen = []
+        with laconic.Worker(model, optimizer, laconic.Divisible(8, 2, "shared")) as worker:
+            for step in range(30):
+                for i, p in enumerate(model):
+                    p.grad = torch.full_like(p, 2.0) if step > 2 and (i == 0 or step < 6) else None
+                optimizer.step()
+                seen.append(worker.moments()["exp_avg_sq"].clone() if step > 2 else torch.zeros(100))
+        return seen
+
+    for seen in laconic.spawn(run, 2):
+        assert torch.equal(seen[29][40:], seen[10][40:])
+        assert (seen[29][40:] > 0).all()
+        assert (seen[29][:40] > 3 * seen[10][:40]).all()
 
 
 @pytest.mark.parametrize(
