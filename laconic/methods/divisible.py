@@ -129,9 +129,7 @@ class Divisible(Method):
         moments = self.moments or ("shared" if unfit is None else "local")
         chosen = worker.comm.meet("the moments of Divisible", moments)
         if len(set(chosen)) > 1:
-            raise ValueError(
-                f"moments must be the same on all ranks; with their optimizers they are {', '.join(chosen)}"
-            )
+            raise ValueError(f"moments must be the same on all ranks, and by their optimizers are {', '.join(chosen)}")
         return moments
 
     def before_step(self, worker: Replica) -> None:
