@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from divisible import SETTINGS
 from torch import Tensor
 
 from laconic import compress, tasks
@@ -23,9 +24,6 @@ from laconic.methods.gradient_news import own_share
 from laconic.tasks import Task
 
 BETA2 = 0.999
-SETTINGS: dict[str, dict[str, Any]] = {
-    "cifar10": {"model": "resnet8", "subset": True, "optimizer": "adam", "weight_decay": 0.0},
-}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,27 @@ from laconic.methods.pieces import Piece
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
 
 
+@dataclass
+class Codes:
+    """What all say of the same coordinates of a vector; their mean is what the codes say times their weights."""
+
+    compressor: Compressor
+    codes: Sequence[Tensor]
+    weights: Sequence[float]
+    own: int  # the number of this rank's
+    step: int
+
+    def mean(self, numel: int) -> Tensor:
+        mean = torch.zeros(numel, dtype=torch.float32, device=self.codes[0].device)
+        for code, weight in zip(self.codes, self.weights, strict=True):
+            if weight:
+                self.compressor.decode_add(code, mean, weight, step=self.step)
+        return mean
+
+    def settle(self, x: Tensor, base: Tensor | None = None) -> None:
+        self.compressor.settle(self.codes, self.weights, self.own, x, base, step=self.step)
+
+
 class Carried(ABC):
     @abstractmethod
     def take(self, piece: Piece, part: slice) -> Tensor:
@@ -29,21 +50,10 @@ class Carried(ABC):
         """`take`, as a code."""
         compressor.encode(self.take(piece, part), step=piece.step, out=out)
 
-    def settle(
-        self,
-        piece: Piece,
-        part: slice,
-        compressor: Compressor,
-        codes: Sequence[Tensor],
-        weights: Sequence[float],
-        own: int,
-    ) -> None:
-        """`put`: the mean is what the codes say times their weights, and number `own` is this rank's."""
-        numel = part.stop - part.start
-        mean = torch.zeros(numel, dtype=torch.float32, device=codes[0].device)
-        for code, weight in zip(codes, weights, strict=True):
-            compressor.decode_add(code, mean, weight, step=piece.step)
-        self.put(piece, part, mean, compressor.decode(codes[own], numel, step=piece.step))
+    def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
+        """`put`, with what the codes say."""
+        own = codes.compressor.decode(codes.codes[codes.own], part.stop - part.start, step=piece.step)
+        self.put(piece, part, codes.mean(part.stop - part.start), own)
 
 
 @dataclass
@@ -55,8 +65,11 @@ class Moves(Carried):
     in_flight: Callable[[slice], Iterable[tuple[slice, Tensor]]]  # s, where it is not 0 within some coordinates
 
     def residual(self, part: slice) -> Tensor:
+        return self._residual(part, self.in_flight(part))
+
+    def _residual(self, part: slice, in_flight: Iterable[tuple[slice, Tensor]]) -> Tensor:
         e = self.x[part] - self.x_hat[part]
-        for sent, s in self.in_flight(part):
+        for sent, s in in_flight:
             e[sent.start - part.start : sent.stop - part.start] -= s
         return e
 
@@ -71,21 +84,13 @@ class Moves(Carried):
         self.move(part, mean, own)
 
     def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
-        if any(True for _ in self.in_flight(part)):
-            super().encode(piece, part, compressor, out)
+        if in_flight := list(self.in_flight(part)):
+            compressor.encode(self._residual(part, in_flight), step=piece.step, out=out)
         else:
             compressor.encode_difference(self.x[part], self.x_hat[part], step=piece.step, out=out)
 
-    def settle(
-        self,
-        piece: Piece,
-        part: slice,
-        compressor: Compressor,
-        codes: Sequence[Tensor],
-        weights: Sequence[float],
-        own: int,
-    ) -> None:
-        compressor.settle(codes, weights, own, self.x[part], self.x_hat[part], step=piece.step)
+    def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
+        codes.settle(self.x[part], self.x_hat[part])
 
 
 @dataclass

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from laconic.compress import Compressor
 from laconic.method import Replica
-from laconic.methods.carried import Carried
+from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Piece
 
 V = "exp_avg_sq"
@@ -62,16 +60,8 @@ class Correction(GradientNews):
     def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         torch.sub(mean, own, out=self.shift[part])
 
-    def settle(
-        self,
-        piece: Piece,
-        part: slice,
-        compressor: Compressor,
-        codes: Sequence[Tensor],
-        weights: Sequence[float],
-        own: int,
-    ) -> None:
-        compressor.settle(codes, weights, own, self.shift[part], step=piece.step)
+    def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
+        codes.settle(self.shift[part])
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self.total, "shift": self.shift}
@@ -139,20 +129,9 @@ class SecondMoment(GradientNews):
                 torch.where(idle, now, v, out=v)
             now.copy_(v)
 
-    def settle(
-        self,
-        piece: Piece,
-        part: slice,
-        compressor: Compressor,
-        codes: Sequence[Tensor],
-        weights: Sequence[float],
-        own: int,
-    ) -> None:
-        mean = torch.zeros(part.stop - part.start, dtype=torch.float32, device=codes[0].device)
-        for code, weight in zip(codes, weights, strict=True):
-            if weight:
-                compressor.decode_add(code, mean, weight, step=piece.step)
-        self.put(piece, part, mean, mean)
+    def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
+        mean = codes.mean(part.stop - part.start)
+        self.put(piece, part, mean, mean)  # what this rank said is no matter
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self.total, "v": self.v}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laconic.comm import Comm
 from laconic.compress import Compressor, encode_with_feedback
-from laconic.methods.carried import Carried
+from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Layout, Piece
 
 
@@ -97,7 +97,8 @@ class Coders:
         numel = part.stop - part.start
         found = zip(*(self.find(message, numel) for message in messages), strict=True)
         for vector, by_message in zip(vectors, found, strict=True):
-            vector.settle(piece, part, by_message[0][0], [code for _, code in by_message], weights, own)
+            codes = Codes(by_message[0][0], [code for _, code in by_message], weights, own, piece.step)
+            vector.settle(piece, part, codes)
 
     def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
         numel = piece.parts[owner].stop - piece.parts[owner].start

@@ -32,6 +32,7 @@ from laconic.compress.kernels.blockwise import (
     quantize_block,
     splitmix64,
 )
+from laconic.compress.kernels.dense import add_scaled
 
 
 @njit(nogil=True, cache=True)
@@ -98,19 +99,13 @@ def settle(kind, bits, block, codes, nbytes, weights, own, x, base, has_base):
             scale = load_float(code, place)
             if row == own:
                 levels_of(kind, bits, plain, scale, said[:count])
-                add_scaled(news[:count], weights[row], said[:count])
+                add_scaled(said[:count], news[:count], weights[row])
             else:
                 add_levels(kind, bits, plain, scale, weights[row], news[:count])
         if has_base:
             move_both(goal, base[start : start + block], news[:count], said[:count])
         else:
             subtract(news[:count], said[:count], goal)
-
-
-@njit(nogil=True, cache=True)
-def add_scaled(target, weight, values):
-    for i in range(target.size):
-        target[i] += weight * values[i]
 
 
 @njit(nogil=True, cache=True)
