@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--figure", choices=FIGURES, nargs="+", default=list(FIGURES))
     parser.add_argument("--task", default="fashion")
     parser.add_argument("--partition", default="iid")
-    parser.add_argument("--moments", default="shared")
+    parser.add_argument("--moments", default="common")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first")
@@ -202,7 +202,7 @@ def main() -> None:
             print("| background | moments | period | copy, ms | copies a step |")
             print("|---|---|---|---|---|")
             for coder, moments, period in itertools.product(
-                ("identity", "uniform:4", "log:4", "sign"), ("local", "shared", "corrected"), (1, 2, 4, 8)
+                ("identity", "uniform:4", "log:4", "sign"), ("local", "common", "corrected"), (1, 2, 4, 8)
             ):
                 background = None if coder == "identity" else compress.parse(coder)
                 work = own_work(o.d, laconic.Divisible(o.ratio, period, moments, background))

@@ -1,7 +1,7 @@
 """Other rules for Divisible's background, tried on a task: its workers simulated in one process, no network.
 
     LACONIC_DATA=… python benchmarks/divisible_rules.py hops corrected mixed replicas --seeds 2
-    LACONIC_DATA=… python benchmarks/divisible_rules.py v --task translate --steps 300 --seeds 1
+    LACONIC_DATA=… python benchmarks/divisible_rules.py v common --task translate --steps 300 --seeds 1
 
 Accuracy of the mean model in percent, or its BLEU, for each seed; with four workers.
 """
@@ -20,7 +20,7 @@ from divisible import SETTINGS
 from torch import Tensor
 
 from laconic import compress, tasks
-from laconic.methods.gradient_news import own_share
+from laconic.methods.common import Vectors, Window, least_units, make_up, take_gain
 from laconic.tasks import Task
 
 BETA2 = 0.999
@@ -28,8 +28,9 @@ BETA2 = 0.999
 
 @dataclass(frozen=True)
 class Case:
-    """`moments`: full (Adam on the fresh mean gradient), local, shared and corrected as in the library, replicas (Adam
-    on the stale mean gradient: all are alike). `coder` is for the own steps, `gradient_coder` for gradients."""
+    """`moments`: full (Adam on the fresh mean gradient), common, local and corrected as in the library, replicas (Adam
+    on the stale mean gradient: all are alike). `coder` is for what travels, `gradient_coder` for gradients beside it.
+    """
 
     moments: str = "local"
     period: int = 4
@@ -40,8 +41,6 @@ class Case:
     fresh: int = 0  # the smallest tensors, up to d / fresh entries, have the fresh mean gradient in every step
     lookahead: float = 0.0  # replicas: gradients are taken where x will be after so many more steps like the last
     own: float = 1.0  # corrected: the share of the own gradient, and of the own stale one that is taken off
-    gradient_sweep: int = 1  # shared: sweeps of the moves in which the gradient makes one
-    latest: bool = False  # shared: the gradient when it is sent, instead of the mean since it was last sent
     v: str = "as moments say"  # or made in each step of the fresh mean gradient: "fresh", or with one factor a "tensor"
     partition: str = "iid"
     lr: float = 2e-3
@@ -92,11 +91,19 @@ CASES = {
         Case("local", 1, 0, v="tensor", lr=3e-3),
         Case("local", 1, 0, v="fresh", lr=3e-3),
         Case("local", 2, coder="uniform:4", v="fresh", lr=3e-3),
-        Case("shared", 2, coder="uniform:4", gradient_coder="log:4", lr=3e-3),
-        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", lr=3e-3),
-        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", gradient_sweep=2, lr=3e-3),
-        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", gradient_sweep=4, lr=3e-3),
-        Case("shared", 4, coder="uniform:4", gradient_coder="log:4", latest=True, lr=3e-3),
+    ],
+    "common": [
+        Case("full", lr=3e-3),
+        *(Case("common", period, coder="uniform:4", lr=3e-3) for period in (1, 2, 4, 8, 16)),
+        Case("common", 4, lr=3e-3),
+        Case("common", 4, coder="log:4", lr=3e-3),
+        Case("common", 4, coder="uniform:2", lr=3e-3),
+        Case("common", 4, coder="uniform:4", lr=3e-3, delay=2),
+    ],
+    "unlike": [
+        *(Case("common", period, coder="uniform:4", partition="classes:2") for period in (1, 2, 4, 8)),
+        Case("common", 4, partition="classes:2"),
+        Case("common", 4, coder="log:4", partition="classes:2"),
     ],
     "replicas": [
         Case("replicas", period, delay, lookahead=lookahead, lr=lr)
@@ -203,35 +210,53 @@ class FreshV:
                 replica.optimizer.state[p]["exp_avg_sq"].copy_(before[span].view_as(p))
 
 
-class SharedV:
-    """The library's rule."""
-
-    def __init__(self, case: Case, replicas: list[Replica]) -> None:
-        self._v = torch.zeros(len(replicas), replicas[0].x.numel())
-        self._last: dict[int, int] = {}  # when a piece was last heard of, by its start
-        self._latest, self._replicas = case.latest, replicas
-
-    def put(self, step: int, piece: slice, mean: Tensor) -> None:
-        age = step - self._last.get(piece.start, 0)
-        self._last[piece.start] = step
-        kept, share = BETA2**age, own_share(len(self._replicas), 1 if self._latest else age)
-        for v, replica in zip(self._v, self._replicas, strict=True):
-            now = torch.cat([own.reshape(-1) for own in replica.v()])
-            v[piece] = kept * v[piece] + share * (now[piece] - kept * v[piece]) + (1 - share) * (1 - kept) * mean**2
-            now[piece] = v[piece]
-            for own, span in zip(replica.v(), replica.spans, strict=True):
-                own.copy_(now[span].view_as(own))
+def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
+    """The library's rule, without a foreground: the mean model (d)."""
+    group, d = replicas[0].optimizer.param_groups[0], replicas[0].x.numel()
+    common = [replicas[0].x.clone(), torch.zeros(d), torch.zeros(d)]  # x̂, m̂ and v̂
+    own = [Vectors(*common, replica.x, torch.zeros(d), torch.zeros(d)) for replica in replicas]
+    for replica, vectors in zip(replicas, own, strict=True):
+        for p, span in zip(replica.model.parameters(), replica.spans, strict=True):
+            m, v = vectors.m[span].view_as(p), vectors.v[span].view_as(p)
+            replica.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v}
+    gains = Channel(case.period, case.delay, d, case.coder)
+    last, least, rates = {}, {}, [0.0]
+    for step in range(1, steps + 1):
+        for replica in replicas:
+            replica.gradient(step)
+        rates.append(group["lr"])
+        for replica in replicas:
+            replica.step()
+        with torch.no_grad():
+            for piece, told, mean in gains.due(step):
+                began, sent = last[piece.start]
+                window = Window.of(group, rates[began + 1 : sent + 1], began)
+                since = Window.of(group, rates[sent + 1 : step + 1], sent)
+                for vectors, said in zip(own, told, strict=True):  # each makes up the common ones, all alike
+                    made_up = [vector[piece].clone() for vector in common]
+                    mine = [vector[piece] for vector in (vectors.x, vectors.m, vectors.v)]
+                    make_up(Vectors(*made_up, *mine), mean.clone(), mean - said, window, since, least[piece.start], 0)
+                for vector, part in zip(common, made_up, strict=True):
+                    vector[piece] = part
+            piece = gains.piece(step, d)
+            last[piece.start] = last.get(piece.start, (0, 0))[1], step
+            least[piece.start] = least_units(common[2][piece])
+            kept = group["betas"][0] ** (step - last[piece.start][0])
+            told = [torch.empty(piece.stop - piece.start) for _ in own]
+            for vectors, gain in zip(own, told, strict=True):
+                take_gain(vectors.over(piece), kept, gain, least[piece.start], 0)
+            gains.send(step, piece, told)
+    return torch.stack([replica.x for replica in replicas]).mean(0)
 
 
 def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
-    """The library's rule, and full communication: the mean model (d)."""
+    """The library's rules for moves, and full communication: the mean model (d)."""
     n, d = len(replicas), replicas[0].x.numel()
     x_hat, s = replicas[0].x.clone(), torch.zeros(n, d)
     total, shift = torch.zeros(n, d), torch.zeros(n, d)
     moves = Channel(case.period, case.delay, d, case.coder)
-    gradients = Channel(case.period * case.gradient_sweep, case.delay, d, case.gradient_coder)
+    gradients = Channel(case.period, case.delay, d, case.gradient_coder)
     fresh_v = FreshV(case, replicas) if case.v in ("fresh", "tensor") else None
-    shared_v = SharedV(case, replicas) if case.moments == "shared" else None
     fresh = (
         [slice(0, d)] if case.moments == "full" else smallest(replicas[0].spans, d // case.fresh if case.fresh else 0)
     )
@@ -243,9 +268,6 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
                 replica.x[piece] += mean - given[i]
                 s[i, piece] -= given[i]
         for piece, given, mean in gradients.due(step):
-            if shared_v is not None:
-                shared_v.put(step, piece, mean)
-                continue
             for i in range(n):
                 shift[i, piece] = mean - case.own * given[i]
 
@@ -257,8 +279,6 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
                 fresh_v.before_step(replicas, torch.stack([replica.g for replica in replicas]).mean(0))
             news = [torch.stack([replica.g[span] for replica in replicas]).mean(0) for span in fresh]
             for i, replica in enumerate(replicas):
-                if case.latest:
-                    total[i] = 0
                 total[i] += replica.g
                 replica.g.mul_(case.own).add_(shift[i])
                 for span, mean in zip(fresh, news, strict=True):
@@ -273,9 +293,8 @@ def own_steps(case: Case, replicas: list[Replica], steps: int) -> Tensor:
             e = [replica.x[piece] - x_hat[piece] - s[i, piece] for i, replica in enumerate(replicas)]
             for own, said in zip(s, moves.send(step, piece, e), strict=True):
                 own[piece] += said
-            if case.moments in ("corrected", "shared"):
-                piece = gradients.piece(step, d)
-                age = 1 if case.latest else min(step, case.period * case.gradient_sweep)
+            if case.moments == "corrected":
+                piece, age = gradients.piece(step, d), min(step, case.period)
                 told = gradients.send(step, piece, [own[piece] / age for own in total])
                 for own, said in zip(total, told, strict=True):
                     own[piece] = own[piece] - age * said if case.feedback else 0
@@ -325,7 +344,7 @@ def judge(case: Case, task: Task, seed: int, workers: int, steps: int) -> float:
     replicas = [Replica(task, task.load(rank, workers, seed), steps) for rank in range(workers)]
     for replica in replicas[1:]:
         replica.x.copy_(replicas[0].x)
-    x = (stale if case.moments == "replicas" else own_steps)(case, replicas, steps)
+    x = {"replicas": stale, "common": common_adam}.get(case.moments, own_steps)(case, replicas, steps)
     replicas[0].x.copy_(x)
     for buffers in zip(*(replica.model.buffers() for replica in replicas), strict=True):
         if buffers[0].is_floating_point():  # statistics of BatchNorm

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.comm import Comm
 
@@ -22,6 +22,10 @@ class Replica(Protocol):
     @property
     def x_and_scalar(self) -> Tensor:
         """x and one entry behind it (d + 1), in the same memory: a number may travel with x without a copy of x."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained, in the order in which they lie in x."""
 
     @property
     def numels(self) -> list[int]:

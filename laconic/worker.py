@@ -91,6 +91,10 @@ class Worker:
         return self._flat.x_and_scalar
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self._flat.parameters
+
+    @property
     def numels(self) -> list[int]:
         return [p.numel() for p in self._flat.parameters]
 

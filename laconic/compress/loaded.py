@@ -11,6 +11,7 @@ from laconic import anchor
 from laconic.compress.feedback import encode_with_feedback
 from laconic.compress.quantizers import Uniform
 from laconic.compress.spec import NAMES
+from laconic.methods import common
 
 _x = torch.linspace(-1, 1, 1 << 16)  # as large as the anchor wants for its kernels
 for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=True)]:
@@ -21,3 +22,9 @@ for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=T
 _anchor, _ = anchor.lay_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
+_vectors = common.Vectors(*(_x.square() for _ in common.Vectors._fields))
+_group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
+_least = common.least_units(_vectors.v_hat)
+common.take_gain(_vectors, 0.5, torch.empty_like(_x), _least, 0)
+_window = common.Window.of(_group, [1e-3], 0)
+common.make_up(_vectors, _x.clone(), _x.clone(), _window, _window, _least, 0)

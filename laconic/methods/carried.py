@@ -46,6 +46,10 @@ class Carried(ABC):
     def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         """The mean of what all sent, which may be changed, and what this rank did."""
 
+    def unit(self, piece: Piece, part: slice) -> Tensor | None:
+        """What the entries of a message are multiples of, if not of 1; 0 where it has come too late to be of use."""
+        return None
+
     def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         """`take`, as a code."""
         compressor.encode(self.take(piece, part), step=piece.step, out=out)

@@ -17,10 +17,11 @@ from laconic.comm import Comm
 from laconic.compress import Compressor, Log, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.carried import Carried, Moment, Moves
-from laconic.methods.gradient_news import Correction, GradientNews, SecondMoment
+from laconic.methods.common import CommonAdam
+from laconic.methods.correction import Correction
 from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainMean
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import Piece, Turns
+from laconic.methods.pieces import Piece
 
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives.
 LEAST_PLAIN, LEAST_CODED = 2, 4
@@ -42,13 +43,12 @@ class Divisible(Method):
         ratio: R; the foreground message is ⌈d/R⌉ long.
         period: H, steps in which the background has sent everything once. "auto" measures computing and the link, and
             takes the shortest that fits. None: no background.
-        moments: what the optimizer's state (Adam's m and v) is made of. "local": of the worker's own gradients.
-            "shared", for Adam: m of the own gradients and v of the mean gradient, which travels in the background too
-            (in `Log(4)` where there is a compressor). For workers that hold different kinds of data, "corrected": of
-            gradients corrected by the stale mean gradient, which travels likewise; or "averaged": the state itself
-            is averaged in the background, which for Adam makes it three times as large, and takes no compressor.
-            None: "shared" for `AdamW`, and for `Adam` without weight decay; "local" with amsgrad, with different beta2
-            in parameter groups, and for other optimizers.
+        moments: what the optimizer's state is made of. "common", for Adam and AdamW: m and v are those of the mean
+            gradient, a few steps late, and what travels is what gradients add to m. "local": the state is of the
+            worker's own gradients, and what travels is how far it has moved. For workers that hold different kinds of
+            data and other optimizers, "corrected": of gradients corrected by the stale mean gradient, which travels
+            too (in `Log(4)` where there is a compressor); or "averaged": the state itself is averaged in the
+            background, which takes no compressor. None: "common" where it can be, else "local".
         background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
@@ -57,15 +57,15 @@ class Divisible(Method):
             four workers, else 2.
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
-    compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("local"), 2
-    ("shared", "corrected") or 1 + those averaged.
+    compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("common",
+    "local"), 2 ("corrected") or 1 + those averaged. "common" adds two numbers to the foreground.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
 
     ratio: int = 1024
     period: int | Literal["auto"] | None = "auto"
-    moments: Literal["local", "shared", "corrected", "averaged"] | None = None
+    moments: Literal["common", "local", "corrected", "averaged"] | None = None
     background: Compressor | None = FOUR_BITS
     max_period: int = 128
     delay: int = 1
@@ -85,7 +85,7 @@ class Divisible(Method):
         check_count("ratio", self.ratio)
         if self.period not in ("auto", None):
             check_count("period", self.period)
-        check_choice("moments", self.moments, ("local", "shared", "corrected", "averaged", None))
+        check_choice("moments", self.moments, ("common", "local", "corrected", "averaged", None))
         if self.background is not None and not isinstance(self.background, Compressor):
             raise ValueError(f"background must be a compressor or None, not {self.background!r}")
         if self.period is None and self.moments not in ("local", None):
@@ -104,43 +104,61 @@ class Divisible(Method):
         self.x_hat = worker.x.clone()
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
-        self._gradient: GradientNews | None = None  # travels with the moves
+        self._common: CommonAdam | None = None  # travels instead of the moves
+        self._correction: Correction | None = None  # travels with the moves
         if self.period is None or comm.size == 1:
             return
         moments = self._resolve_moments(worker)
-        news_of = {"corrected": Correction, "shared": SecondMoment}.get(moments)
+        if moments == "common":
+            self._common = CommonAdam(worker, self.x_hat)
+        if moments == "corrected":
+            self._correction = Correction(worker)
         channel = comm.channel("background")
         if self.background is None:
             self._mean = PlainMean(channel, worker.x.numel())
         else:
-            of_gradient = [GRADIENT_CODE] if news_of is not None else []
+            of_gradient = [GRADIENT_CODE] if self._correction is not None else []
             coders = Coders([self.background, *of_gradient], comm.rank, worker.x.device)
-            hops = self.hops or (1 if comm.size <= FEW else 2)
-            self._mean = (GatheredMean if hops == 1 else OwnersMean)(channel, worker.x.numel(), coders)
-        self._turns = Turns(self._mean.layout.row)
-        self._gradient = news_of(worker) if news_of is not None else None
+            self._mean = (GatheredMean if self._hops(comm.size) == 1 else OwnersMean)(channel, worker.x.numel(), coders)
         if self.period == "auto":
-            self._pace = Pace(comm, LEAST_PLAIN if self.background is None else LEAST_CODED, self.max_period)
+            least = LEAST_PLAIN if self.background is None else LEAST_CODED
+            self._pace = Pace(comm, max(least, self._journey(comm.size)), self.max_period)
+
+    def _hops(self, workers: int) -> int:
+        return 1 if self.background is None else self.hops or (1 if workers <= FEW else 2)
+
+    def _journey(self, workers: int) -> int:
+        """Steps from sending a piece to its mean."""
+        return self.delay * self._hops(workers)
 
     def _resolve_moments(self, worker: Replica) -> str:
-        unfit = SecondMoment.unfit(worker.optimizer)
-        if self.moments == "shared" and unfit is not None:
-            raise ValueError(f"moments='shared' {unfit}")
-        moments = self.moments or ("shared" if unfit is None else "local")
-        chosen = worker.comm.meet("the moments of Divisible", moments)
-        if len(set(chosen)) > 1:
-            raise ValueError(f"moments must be the same on all ranks, and by their optimizers are {', '.join(chosen)}")
+        unfit = CommonAdam.unfit(worker.optimizer)
+        shortest = self.max_period if self.period == "auto" else self.period
+        if unfit is None and isinstance(shortest, int) and shortest < (journey := self._journey(worker.comm.size)):
+            unfit = f"needs a period of at least the {journey} steps that a piece is on its way, not {shortest}"
+        if self.moments == "common" and unfit is not None:
+            raise ValueError(f"moments='common' {unfit}")
+        moments = self.moments or ("common" if unfit is None else "local")
+        own = [moments, CommonAdam.settings(worker.optimizer) if moments == "common" else ""]
+        notes = worker.comm.meet("the moments of Divisible", own)
+        for what, values in zip(("moments", "settings of the optimizer"), zip(*notes, strict=True), strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(f"{what} must be the same on all ranks, and are {'; '.join(values)}")
         return moments
 
     def before_step(self, worker: Replica) -> None:
-        if self._gradient is not None:
-            self._gradient.before_step(worker)
+        if self._common is not None:
+            self._common.before_step()
+        if self._correction is not None:
+            self._correction.before_step(worker)
 
     def after_step(self, worker: Replica) -> None:
         comm = worker.comm
         if comm.size == 1:
             return
         computed = comm.now()
+        if self._common is not None:
+            self._common.after_step()
         self._foreground(worker)
         if self._mean is not None:
             self._receive(worker, self._mean, worker.step)
@@ -174,18 +192,23 @@ class Divisible(Method):
                     yield slice(start, stop), self._mean.said(piece, owner, start - part.start, stop - part.start)
 
     def _carried(self, worker: Replica) -> list[Carried]:
+        if self._common is not None:
+            return [self._common]
         vectors: list[Carried] = [self.moves(worker)]
         if self.moments == "averaged":
             moments = worker.moments()
             if not moments:
                 raise ValueError("moments='averaged' is for an optimizer that has some, and this one has none")
             vectors += [Moment(name, vector) for name, vector in moments.items()]
-        if self._gradient is not None:
-            vectors.append(self._gradient)
+        if self._correction is not None:
+            vectors.append(self._correction)
         return vectors
 
     def _foreground(self, worker: Replica) -> None:
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
+        if self._common is not None:
+            self._common.meet(block)
+            return
         moves = self.moves(worker)
         e = moves.residual(block)
         moves.move(block, worker.comm.mean(e), e)
@@ -197,8 +220,7 @@ class Divisible(Method):
             return
         row = mean.layout.row
         stop = min(self.column + -(-row * every // self._period()), row)
-        ages = self._turns.next(stop - self.column, worker.step)
-        piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay, ages)
+        piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay)
         self.column = stop % row
         mean.send(piece, self._carried(worker))
         self._flying.append(piece)
@@ -249,21 +271,21 @@ class Divisible(Method):
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
-            "turns": self._turns.last if self._mean is not None else [],
-            "gradient": self._gradient.state_dict() if self._gradient is not None else None,
+            "common": self._common.state_dict() if self._common is not None else None,
+            "correction": self._correction.state_dict() if self._correction is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         own = dict(saved)
         self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
-        residuals, turns, gradient, pace = (own.pop(name) for name in ("residuals", "turns", "gradient", "pace"))
+        residuals, common, correction, pace = (own.pop(name) for name in ("residuals", "common", "correction", "pace"))
         if isinstance(self._mean, OwnersMean):
             self._mean.residuals = residuals
-        if self._mean is not None:
-            self._turns.last = turns
-        if self._gradient is not None:
-            self._gradient.load_state_dict(gradient)
+        if self._common is not None:
+            self._common.load_state_dict(common)
+        if self._correction is not None:
+            self._correction.load_state_dict(correction)
         if self._pace is not None:
             self._pace.load_state_dict(pace)
         super().load_state_dict(own)

@@ -146,13 +146,13 @@ class OwnersMean:
 
     def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
         if piece.messages == 1:
-            self._pass_on(piece, piece.wait())
+            self._pass_on(piece, vectors, piece.wait())
             return False
         for part, message, own in zip(piece.parts, piece.wait(), piece.sent, strict=True):
             self._coders.settle(vectors, piece, part, [message, own], [1.0, 0.0], 1)
         return True
 
-    def _pass_on(self, piece: Piece, received: list[Tensor]) -> None:
+    def _pass_on(self, piece: Piece, vectors: Sequence[Carried], received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""
         own, row = piece.parts[self._comm.rank], self._comm.rank * self.layout.row
         numel, longest = own.stop - own.start, max(part.stop - part.start for part in piece.parts)
@@ -164,11 +164,17 @@ class OwnersMean:
                 torch.zeros(self.layout.row, dtype=torch.float32, device=message.device) for _ in by_vector
             ]
         places = self._coders.find(message, numel)
-        for sent, (compressor, code), residual in zip(by_vector, places, self.residuals, strict=True):
+        for vector, sent, (compressor, code), residual in zip(vectors, by_vector, places, self.residuals, strict=True):
             mean = residual.new_zeros(numel)
             for coder, said in sent:
                 coder.decode_add(said, mean, 1 / len(received), step=piece.step)
             unsaid = residual[own.start - row : own.stop - row]
-            encode_with_feedback(compressor, mean, unsaid, step=piece.step, out=code)
+            unit = vector.unit(piece, own)
+            if unit is None:
+                encode_with_feedback(compressor, mean, unsaid, step=piece.step, out=code)
+            else:
+                in_units = torch.where(unit > 0, unsaid / unit, 0.0)
+                encode_with_feedback(compressor, mean.where(unit > 0, 0.0), in_units, step=piece.step, out=code)
+                unsaid.copy_(torch.where(unit > 0, in_units * unit, unsaid))
         piece.pending = self._comm.all_gather_async(message)
         piece.messages = 2

@@ -1,8 +1,7 @@
-"""A vector cut into pieces that go round: where they are, and since when they have not been sent."""
+"""A vector cut into pieces that go round: where they are, and what is on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,17 +41,10 @@ class Piece:
     parts: list[slice]  # the coordinates, by owner
     step: int  # in which it was sent
     due: int  # the step in which the message on its way is waited for
-    ages: list[tuple[int, int]]  # columns one after the other: how many, and the steps since they were last sent
     sent: list[Tensor] = field(default_factory=list)  # this rank's share in the mean: a message for each part
+    kept: dict[int, Tensor] = field(default_factory=dict)  # by a part's start: what its codes are to be read with
     messages: int = 0  # sent so far
     pending: Pending[Any] | None = None
-
-    def by_age(self, vector: Tensor) -> Iterator[tuple[Tensor, int]]:
-        """A vector over one of the parts, cut where the age changes."""
-        first = 0
-        for columns, age in self.ages:
-            yield vector[first : first + columns], age
-            first += columns
 
     def wait(self) -> Any:
         assert self.pending is not None
@@ -64,8 +56,8 @@ class Piece:
             "parts": [[part.start, part.stop] for part in self.parts],
             "step": self.step,
             "due": self.due,
-            "ages": self.ages,
             "sent": self.sent,
+            "kept": self.kept,
             "messages": self.messages,
             "received": self.wait(),
         }
@@ -73,25 +65,5 @@ class Piece:
     @classmethod
     def from_state_dict(cls, saved: dict[str, Any]) -> Piece:
         parts = [slice(start, stop) for start, stop in saved["parts"]]
-        rest = {name: saved[name] for name in ("step", "due", "ages", "sent", "messages")}
+        rest = {name: saved[name] for name in ("step", "due", "sent", "kept", "messages")}
         return cls(parts, **rest, pending=Arrived(saved["received"]))
-
-
-class Turns:
-    """When columns were last sent, in the order in which their turn comes."""
-
-    def __init__(self, columns: int) -> None:
-        self.last = [[columns, 0]]  # how many, and the step
-
-    def next(self, columns: int, step: int) -> list[tuple[int, int]]:
-        """The ages of the next columns, which are sent in this step."""
-        ages, left = [], columns
-        while left:
-            number, last = self.last.pop(0)
-            taken = min(number, left)
-            ages.append((taken, step - last))
-            left -= taken
-            if taken < number:
-                self.last.insert(0, [number - taken, last])
-        self.last.append([columns, step])
-        return ages

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm import Pending, Solo
 from laconic.compress import Compressor, Log, Uniform
+from laconic.methods.correction import Correction
 from laconic.methods.divisible import foreground_block
-from laconic.methods.gradient_news import Correction, own_share
 from laconic.methods.means import OwnersMean
 from laconic.methods.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace
-from laconic.methods.pieces import Layout, Piece, Turns
+from laconic.methods.pieces import Layout, Piece
 from tests.helpers import OPTIMIZERS, adam, build_model, rank, train, train_step
 from tests.oracles.divisible import divisible, foreground_blocks
 
@@ -139,7 +139,6 @@ ORACLE: dict[int, list[tuple[str, int, int | None, int, str, Compressor | None]]
     2: [
         ("adam", 8, 3, 1, "local", None),
         ("adam", 1024, 5, 3, "averaged", None),
-        ("adam", 8, 2, 2, "shared", None),
     ],
     3: [
         ("sgd", 7, 2, 2, "averaged", None),
@@ -150,7 +149,6 @@ ORACLE: dict[int, list[tuple[str, int, int | None, int, str, Compressor | None]]
     4: [
         ("sgd", 1, None, 1, "local", None),
         ("sgd", 16, 3, 2, "corrected", Uniform(4)),
-        ("adam", 16, 3, 1, "shared", Uniform(4)),
     ],
 }
 
@@ -243,7 +241,7 @@ def test_workers_that_are_alike_are_as_one(d: int, ratio: int, period: int, dela
 
 @pytest.mark.parametrize(
     ("moments", "background", "hops"),
-    [("corrected", Log(3), 1), ("corrected", Log(3), 2), ("shared", Log(3), 2), ("averaged", None, None)],
+    [("corrected", Log(3), 1), ("corrected", Log(3), 2), ("common", Log(3), 1), ("averaged", None, None)],
 )
 def test_resumes_bit_for_bit_with_messages_in_flight(moments: Any, background: Any, hops: Any) -> None:
     method = laconic.Divisible(8, 3, moments, background, delay=2, hops=hops)
@@ -332,40 +330,6 @@ def test_v_stays_positive_and_averaged_moments_agree_more() -> None:
         assert averaged < 0.7 * local
 
 
-@given(st.integers(2, 64), st.integers(2, 1000), st.floats(-1, 1), st.floats(0, 1))
-def test_the_share_of_the_own_squares(workers: int, steps: int, gradient: float, noise: float) -> None:
-    """Own squares and those of the mean over workers and steps give that of the mean over workers."""
-    own, heard = gradient**2 + noise, gradient**2 + noise / (workers * steps)
-    share = own_share(workers, steps)
-    assert share * own + (1 - share) * heard == pytest.approx(gradient**2 + noise / workers)
-
-
-@pytest.mark.parametrize(("period", "hops"), [(1, 1), (5, 1), (3, 2)])
-def test_shared_v_is_that_of_the_mean_gradient(period: int, hops: Any) -> None:
-    """Gradients of 1 with a noise of 2: own squares are 5, those of the mean of three 1 + 4/3."""
-    d, steps = 4000, 200
-
-    def run() -> tuple[float, float]:
-        found = []
-        for moments in ("shared", "local"):
-            model = nn.Linear(d, 1, bias=False)
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, betas=(0.9, 0.99))
-            method = laconic.Divisible(16, period, moments, hops=hops)  # type: ignore[arg-type]
-            with laconic.Worker(model, optimizer, method) as worker:
-                generator = torch.Generator().manual_seed(worker.rank)
-                for _ in range(steps):
-                    model.weight.grad = 1 + 2 * torch.randn(1, d, generator=generator)
-                    optimizer.step()
-                v = worker.moments()["exp_avg_sq"] / (1 - 0.99**steps)
-                assert (v > 0).all()
-                found.append(v.mean().item())
-        return found[0], found[1]
-
-    for shared, local in laconic.spawn(run, 3):
-        assert shared == pytest.approx(1 + 4 / 3, rel=0.25 if period == 1 else 0.08)
-        assert local == pytest.approx(5, rel=0.02)
-
-
 def test_corrected_gradients_become_the_mean_gradient() -> None:
     """With gradients that stay the same, stale news of them is no worse than fresh, whatever the pieces."""
 
@@ -388,11 +352,11 @@ def test_corrected_gradients_become_the_mean_gradient() -> None:
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 20))
 def test_corrections_count_the_steps_also_when_pieces_change(widths: list[int], row: int) -> None:
     worker: Any = SimpleNamespace(x=torch.zeros(row), views=lambda vector: [vector])
-    last, correction, turns, column = [0] * row, Correction(worker), Turns(row), 0
+    last, correction, column = [0] * row, Correction(worker), 0
     for step, width in enumerate(widths, start=1):
         part = slice(column, min(column + width, row))
         correction.total += 1
-        piece = Piece([part], step, step + 1, turns.next(part.stop - part.start, step))
+        piece = Piece([part], step, step + 1)
         assert correction.take(piece, part).tolist() == [1.0] * len(last[part])
         last[part] = [step] * len(last[part])
         assert correction.total.tolist() == [step - since for since in last]
@@ -411,7 +375,7 @@ def test_payload_is_the_formula() -> None:
             laconic.Divisible(ratio=100, period=5, moments="averaged", background=None),
             laconic.Divisible(ratio=100, period=5, moments="corrected", background=None),
             laconic.Divisible(ratio=100, period=5, moments="corrected", background=Log(3)),
-            laconic.Divisible(ratio=100, period=5, moments="shared", background=Log(3)),
+            laconic.Divisible(ratio=100, period=5, moments="common", background=Log(3)),
         ):
             model = nn.Linear(d, 1, bias=False)
             optimizer = torch.optim.Adam(model.parameters())
@@ -431,8 +395,10 @@ def test_payload_is_the_formula() -> None:
     messages = [(n - 1) * (4 + -(-3 * columns // 8)) for columns in (100, 100, 50)]
     two_hops = sum(2 * messages[piece] for piece in (0, 1, 2, 0)) + messages[1]
     gradient = steps * (n - 1) * (4 + 4 * 200 // 8)  # in 4 bits
-    background = [plain, coded, two_hops, 3 * plain, 2 * plain, coded + gradient, coded + gradient]
-    assert laconic.spawn(run, n) == [[(foreground, nbytes) for nbytes in background]] * n
+    background = [plain, coded, two_hops, 3 * plain, 2 * plain, coded + gradient]
+    with_rate = steps * round(2 * (n - 1) / n * 4 * 11)
+    expected = [*((foreground, nbytes) for nbytes in background), (with_rate, coded)]
+    assert laconic.spawn(run, n) == [expected] * n
 
 
 class Clock(Solo):
@@ -626,106 +592,13 @@ def test_averaged_moments_of_an_optimizer_without_any() -> None:
     assert laconic.spawn(run, 2) == [expected] * 2
 
 
-def test_the_moments_when_none_are_asked_for() -> None:
-    def run() -> list[str | None]:
-        found = []
-        for optimize in (
-            torch.optim.Adam,
-            torch.optim.AdamW,
-            lambda p: torch.optim.Adam(p, amsgrad=True),
-            lambda p: torch.optim.Adam(p, weight_decay=0.1),
-            torch.optim.NAdam,
-            lambda p: torch.optim.SGD(p, lr=0.1),
-        ):
-            model = nn.Linear(5, 1)
-            with laconic.Worker(model, optimize(model.parameters()), laconic.Divisible(8, 2)) as worker:
-                own: Any = worker.method
-                found.append(own._gradient and type(own._gradient).__name__)
-        return found
-
-    assert laconic.spawn(run, 2) == [["SecondMoment", "SecondMoment", None, None, None, None]] * 2
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "moments='shared' is for Adam and AdamW, not SGD"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "moments='shared' needs amsgrad=False"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "moments='shared' needs weight_decay=0 or AdamW"),
-        (
-            lambda p: torch.optim.Adam([{"params": [q], "betas": (0.9, 0.9 + 0.01 * i)} for i, q in enumerate(p)]),
-            r"one beta2 for all parameter groups, not \[0.9, 0.91\]",
-        ),
-    ],
-)
-def test_shared_moments_are_for_adam(build: Any, message: str) -> None:
-    def run() -> str:
-        model = nn.Linear(5, 1)
-        with pytest.raises(ValueError, match=message) as error:
-            laconic.Worker(model, build(list(model.parameters())), laconic.Divisible(8, 2, "shared"))
-        return str(error.value)
-
-    assert len(set(laconic.spawn(run, 2))) == 1
-
-
-def test_ranks_whose_optimizers_ask_for_different_moments() -> None:
-    def run() -> str:
-        model = nn.Linear(5, 1)
-        optimizer = torch.optim.Adam(model.parameters(), amsgrad=rank() == 1)
-        with pytest.raises(ValueError, match="same on all ranks, and by their optimizers are shared, local") as error:
-            laconic.Worker(model, optimizer, laconic.Divisible(8, 2))
-        return str(error.value)
-
-    assert len(set(laconic.spawn(run, 2))) == 1
-
-
-def test_shared_v_goes_on_from_an_earlier_training() -> None:
-    """v was 5 for long; gradients are 1 now, so it falls slowly, as Adam's own does."""
-    steps, d = 12, 300
-
-    def run() -> tuple[Tensor, Tensor]:
-        model = nn.Linear(d, 1, bias=False)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
-        old = {"step": torch.tensor(1e4), "exp_avg": torch.ones(1, d), "exp_avg_sq": torch.full((1, d), 5.0)}
-        optimizer.state[model.weight] = old
-        with laconic.Worker(model, optimizer, laconic.Divisible(8, 3, "shared")) as worker:
-            for _ in range(steps):
-                model.weight.grad = torch.ones(1, d)
-                optimizer.step()
-            return worker.moments()["exp_avg_sq"].clone(), torch.full((d,), 1 + 4 * 0.999**steps)
-
-    for v, expected in laconic.spawn(run, 2):
-        torch.testing.assert_close(v, expected, rtol=1e-3, atol=0)
-
-
-def test_shared_v_waits_for_gradients() -> None:
-    """The first steps have none, and one parameter never has any more after that: its v stays."""
-
-    def run() -> list[Tensor]:
-        model = nn.ParameterList([torch.ones(40), torch.ones(60)])
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
-        seen = []
-        with laconic.Worker(model, optimizer, laconic.Divisible(8, 2, "shared")) as worker:
-            for step in range(30):
-                for i, p in enumerate(model):
-                    p.grad = torch.full_like(p, 2.0) if step > 2 and (i == 0 or step < 6) else None
-                optimizer.step()
-                seen.append(worker.moments()["exp_avg_sq"].clone() if step > 2 else torch.zeros(100))
-        return seen
-
-    for seen in laconic.spawn(run, 2):
-        assert torch.equal(seen[29][40:], seen[10][40:])
-        assert (seen[29][40:] > 0).all()
-        assert (seen[29][:40] > 3 * seen[10][:40]).all()
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
         ("ratio", 0.5, "ratio must be a whole number, at least 1, not 0.5"),
         ("period", 0, "period must be a whole number, at least 1, not 0"),
         ("period", "often", "period must be a whole number, at least 1, not 'often'"),
-        ("moments", "global", "moments must be one of local, shared, corrected, averaged, None, not 'global'"),
+        ("moments", "global", "moments must be one of common, local, corrected, averaged, None, not 'global'"),
         ("max_period", 0, "max_period must be a whole number, at least 1, not 0"),
         ("delay", 0, "delay must be a whole number, at least 1, not 0"),
         ("hops", 3, "hops must be one of 1, 2, None, not 3"),

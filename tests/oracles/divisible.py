@@ -49,9 +49,7 @@ def divisible(
     g = [torch.zeros(d) for _ in range(workers)]  # sum of the own gradients since they were last sent
     last = torch.zeros(d)  # the step in which they were
     shift = [torch.zeros(d) for _ in range(workers)]
-    v = [torch.zeros(d) for _ in range(workers)]  # Adam's, when news of the mean gradient last came
-    added = [torch.zeros(d) for _ in range(workers)]  # to it by the own gradients since
-    flying: list[tuple[int, list[int], list[Tensor], list[dict[str, Tensor]], Tensor]] = []
+    flying: list[tuple[int, list[int], list[Tensor], list[dict[str, Tensor]]]] = []
     path = []
     for step in range(1, steps + 1):
         for i in range(workers):
@@ -60,10 +58,6 @@ def divisible(
                 g[i] += torch.cat([p.grad.reshape(-1) for p in models[i].parameters()])
                 for p, part in zip(models[i].parameters(), split(shift[i], models[i]), strict=True):
                     p.grad += part
-            if moments == "shared":
-                fresh = torch.cat([p.grad.reshape(-1) for p in models[i].parameters()])
-                g[i] += fresh
-                added[i] = 0.999 * added[i] + 0.001 * fresh**2
             optimizers[i].step()
             optimizers[i].zero_grad()
             moved = flat(models[i])
@@ -77,7 +71,7 @@ def divisible(
             e[i][list(block)] = 0
 
         if flying and flying[0][0] + delay == step:
-            _, piece, sent, snapshots, age = flying.pop(0)
+            _, piece, sent, snapshots = flying.pop(0)
             mean = torch.stack(sent).mean(0)
             for i in range(workers):
                 x[i][piece] += mean - sent[i]
@@ -86,16 +80,6 @@ def divisible(
                     average = torch.stack([other[name] for other in snapshots]).mean(0)
                     if name == "gradient":
                         shift[i][piece] = average - snapshot
-                        continue
-                    if name == "mean gradient":
-                        kept = 0.999**age
-                        share = torch.clamp((age - 1) / (workers * age - 1), min=0.5 / workers)
-                        news = share * added[i][piece] + (1 - share) * (1 - kept) * average**2
-                        v[i][piece] = kept * v[i][piece] + news
-                        added[i][piece] = 0
-                        now = moment(models[i], optimizers[i], "exp_avg_sq")
-                        now[piece] = v[i][piece]
-                        set_moment(models[i], optimizers[i], "exp_avg_sq", now)
                         continue
                     now = moment(models[i], optimizers[i], name)
                     new = now[piece] + average - snapshot
@@ -111,16 +95,14 @@ def divisible(
             snapshots = [
                 {name: moment(models[i], optimizers[i], name)[piece] for name in names} for i in range(workers)
             ]
-            if moments in ("corrected", "shared"):
-                name = "gradient" if moments == "corrected" else "mean gradient"
-                snapshots = [{name: said(g[i][piece] / (step - last[piece]), Log(4))} for i in range(workers)]
-            age = step - last[piece]
+            if moments == "corrected":
+                snapshots = [{"gradient": said(g[i][piece] / (step - last[piece]), Log(4))} for i in range(workers)]
             last[piece] = step
             for i in range(workers):
                 g[i][piece] = 0
                 s[i][piece] += sent[i]
                 e[i][piece] -= sent[i]
-            flying.append((step, piece, sent, snapshots, age))
+            flying.append((step, piece, sent, snapshots))
 
         for i in range(workers):
             nn.utils.vector_to_parameters(x[i].clone(), models[i].parameters())

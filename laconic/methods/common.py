@@ -1,0 +1,311 @@
+"""Adam on the mean gradient, a few steps late, in workers that go ahead of it with their own gradients.
+
+All ranks hold the same x̂, m̂ and v̂, as of some step. Since then each has made its own steps, in its own x, m and v.
+Of these only one thing is sent: what the own gradients have added to m. From its mean follows what Adam would have made
+of the mean gradient, all ranks alike; that takes the place of the own steps, and the worker goes ahead from there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.compress.backend import kernels_for
+from laconic.method import Replica
+from laconic.methods.carried import Carried, Codes
+from laconic.methods.pieces import Piece
+from laconic.methods.ranges import Ranges
+
+M, V = "exp_avg", "exp_avg_sq"
+BLOCK = 2048
+LEAST_UNIT = 0.1  # of the largest in its block
+TINY = 1e-12
+LARGE = 1 << 10  # from here on the compiled kernels save more than it takes to load them
+
+
+class Vectors(NamedTuple):
+    """The common ones and a worker's own, all over the same coordinates."""
+
+    x_hat: Tensor
+    m_hat: Tensor
+    v_hat: Tensor
+    x: Tensor
+    m: Tensor
+    v: Tensor
+
+    def over(self, part: slice) -> Vectors:
+        return Vectors(*(vector[part] for vector in self))
+
+
+@dataclass(frozen=True)
+class Window:
+    """k steps of Adam that are made at once, as factors of the vectors.
+
+    Of the gradients in the window only Σ (1−β₁) β₁ʲ g is known, with j the steps from each to the window's end: the
+    gain. They are taken for equal, so that g is the gain over 1−β₁ᵏ, and after i steps m has become β₁ⁱ m + (1−β₁ⁱ) g.
+
+    Squares are lost in a sum: of noise σ² only σ²/kₑ is left in ḡ², kₑ being the number of steps that the weights of
+    the sum stand for. The rest is seen in how far ḡ is from m, which has σ²·(1−β₁)/(1+β₁) of noise itself.
+    """
+
+    kept_m: float  # β₁ᵏ
+    kept_v: float  # β₂ᵏ
+    new_v: float  # 1−β₂ᵏ
+    spread: float  # 1/(1−β₁ᵏ): from the gain to the gradient
+    before: float  # 1/(1−β₁ᵗ) of m, or 0 when there was none
+    noise: float  # of (ḡ − m)² in the square of a step's gradient
+    unbiased: float  # 1/(1−β₂ᵗ) at the window's end
+    eps: float
+    decay: float  # of x, by AdamW's weight decay
+    coast: float  # of m in x: Σ lr β₁ⁱ/(1−β₁ᵗ), less what decays
+    push: float  # of the gain in x
+
+    @classmethod
+    def of(cls, group: dict[str, Any], rates: list[float], count: int) -> Window:
+        """`rates` are those of the steps, `count` the number of steps that the optimizer had made before them."""
+        beta1, beta2 = group["betas"]
+        k = len(rates)
+        decays = [1 - rate * group["weight_decay"] * group["decoupled_weight_decay"] for rate in rates]
+        weights = [rate / (1 - beta1 ** (count + i)) * math.prod(decays[i:]) for i, rate in enumerate(rates, start=1)]
+        ratio = (1 + beta1) / (1 - beta1)
+        k_e = ratio * (1 - beta1**k) / (1 + beta1**k)
+        spread = 1 / (1 - beta1**k) if k else 0.0
+        return cls(
+            kept_m=beta1**k,
+            kept_v=beta2**k,
+            new_v=1 - beta2**k,
+            spread=spread,
+            before=1 / (1 - beta1**count) if count else 0.0,
+            noise=(k_e - 1) / (1 + k_e / ratio),
+            unbiased=1 / (1 - beta2 ** (count + k)),
+            eps=group["eps"],
+            decay=math.prod(decays),
+            coast=sum(beta1**i * weight for i, weight in enumerate(weights, start=1)),
+            push=spread * sum((1 - beta1**i) * weight for i, weight in enumerate(weights, start=1)),
+        )
+
+
+class CommonAdam(Carried):
+    """Sends, for each coordinate, what the own gradients have added to m since its last turn."""
+
+    @staticmethod
+    def unfit(optimizer: torch.optim.Optimizer) -> str | None:
+        """Why this cannot be done with the optimizer, if it cannot."""
+        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+            return f"is for Adam and AdamW, not {type(optimizer).__name__}"
+        if any(group["amsgrad"] for group in optimizer.param_groups):
+            return "needs amsgrad=False"
+        return None
+
+    @staticmethod
+    def settings(optimizer: torch.optim.Optimizer) -> str:
+        """What else must be the same on all ranks. (Learning rates, which change, are compared in every step.)"""
+        names = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+        return ", ".join(str({name: group[name] for name in names}) for group in optimizer.param_groups)
+
+    def __init__(self, worker: Replica, x_hat: Tensor) -> None:
+        d = worker.x.numel()
+        self.m_hat, self.v_hat = torch.zeros_like(worker.x), torch.zeros_like(worker.x)
+        self.since = Ranges([[d, 0]])  # the step that the common vectors are of
+        self.rates: list[list[float]] = []  # of the latest steps, for each parameter group
+        self._worker, self._x_hat, self._started = worker, x_hat, False
+        self._vectors: Vectors | None = None  # of this step
+        self._news: Tensor | None = None  # the mean of codes, and how far the own one is from it: used again and again
+        number = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
+        self._first = {number[id(p)]: p for p in reversed(worker.parameters)}  # of each group
+        self._groups = Ranges([[d, 0]])
+        start = 0
+        for p in worker.parameters:
+            self._groups.put(slice(start, start + p.numel()), number[id(p)])
+            start += p.numel()
+
+    def before_step(self) -> None:
+        if not self._started:
+            self._started = True
+            self._go_on_from(self._worker.moments())
+        # A parameter without a gradient has one of 0: others may have one, and all count the same steps.
+        for parameter in self._worker.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _go_on_from(self, moments: dict[str, Tensor]) -> None:
+        """From an earlier training, if there was one."""
+        if M in moments:
+            for name, common in ((M, self.m_hat), (V, self.v_hat)):
+                moments[name].copy_(self._worker.comm.mean(moments[name], out=common))
+
+    def after_step(self) -> None:
+        self._vectors = None
+        self.rates.append([float(group["lr"]) for group in self._worker.optimizer.param_groups])
+        oldest = min(since for _, since in self.since.entries)
+        del self.rates[: len(self.rates) - (self._worker.step - oldest)]
+
+    def take(self, piece: Piece, part: slice) -> Tensor:
+        piece.kept[part.start] = units = least_units(self.v_hat[part])
+        return self.gain(piece.step, part, units)
+
+    def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
+        self.make_up(piece.step, part, mean, mean - own, piece.kept.pop(part.start))
+
+    def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
+        numel = part.stop - part.start
+        if self._news is None or self._news.shape[1] < numel:
+            self._news = self.m_hat.new_empty(2, numel)
+        mean, change = self._news[:, :numel].zero_()
+        codes.settle(change, mean)
+        self.make_up(piece.step, part, mean, change, piece.kept.pop(part.start))
+
+    def meet(self, block: slice) -> None:
+        """Make up for all steps so far, also where a piece is on its way, which then comes too late."""
+        step, comm = self._worker.step, self._worker.comm
+        own, rate = self.gain(step, block), sum(self.rates[-1])
+        mean = comm.mean(torch.cat([own, own.new_tensor([rate])]))
+        heard = float(mean[-1])
+        if abs(heard - rate) > 4 * torch.finfo(mean.dtype).eps * rate:
+            raise ValueError(
+                f"learning rates must be the same on all ranks, and at step {step} rank {comm.rank} has "
+                f"{rate:.8g}, the mean of all is {heard:.8g}"
+            )
+        self.make_up(step, block, mean[:-1], mean[:-1] - own)
+
+    def unit(self, piece: Piece, part: slice) -> Tensor:
+        unit = units(self.v_hat[part], piece.kept[part.start], 0)
+        for run, since in self.since.within(part):
+            if since >= piece.step:
+                unit[run.start - part.start : run.stop - part.start] = 0
+        return unit
+
+    def gain(self, step: int, part: slice, least: Tensor | None = None) -> Tensor:
+        """What the own gradients have added to m up to this step, which is now; in units, if these are given."""
+        vectors = self._own()
+        gain = torch.empty_like(vectors.m[part])
+        for run, since in self.since.within(part):
+            for cut, group in self._groups.within(run):
+                kept = self._worker.optimizer.param_groups[group]["betas"][0] ** (step - since)
+                here = slice(cut.start - part.start, cut.stop - part.start)
+                take_gain(vectors.over(cut), kept, gain[here], least, here.start)
+        return gain
+
+    def make_up(self, step: int, part: slice, mean: Tensor, change: Tensor, least: Tensor | None = None) -> None:
+        """The mean of the gains up to a step, and the mean less what this rank has said; both are used up."""
+        vectors, now = self._own(), self._worker.step
+        for run, since in list(self.since.within(part)):
+            if since >= step:  # the foreground has been here, and was told of all steps up to then
+                continue
+            for cut, group in self._groups.within(run):
+                here = slice(cut.start - part.start, cut.stop - part.start)
+                windows = self._window(group, since, step), self._window(group, step, now)
+                make_up(vectors.over(cut), mean[here], change[here], *windows, least, here.start)
+            self.since.put(run, step)
+
+    def _own(self) -> Vectors:
+        if self._vectors is None:
+            moments = self._worker.moments()
+            self._vectors = Vectors(self._x_hat, self.m_hat, self.v_hat, self._worker.x, moments[M], moments[V])
+        return self._vectors
+
+    def _window(self, number: int, start: int, stop: int) -> Window:
+        """From the end of one step to the end of another, in a parameter group."""
+        optimizer, now = self._worker.optimizer, self._worker.step
+        made = round(float(optimizer.state[self._first[number]]["step"]))
+        first = len(self.rates) - now
+        rates = [rates[number] for rates in self.rates[first + start : first + stop]]
+        return Window.of(optimizer.param_groups[number], rates, max(0, made - (now - start)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"m_hat": self.m_hat, "v_hat": self.v_hat, "since": self.since.entries, "rates": self.rates}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.m_hat.copy_(saved["m_hat"])
+        self.v_hat.copy_(saved["v_hat"])
+        self.since.entries, self.rates = saved["since"], saved["rates"]
+        self._vectors, self._started = None, True
+
+
+def least_units(v_hat: Tensor) -> Tensor:
+    """For each block, what its units are at least."""
+    full, rest = v_hat[: v_hat.numel() // BLOCK * BLOCK], v_hat[v_hat.numel() // BLOCK * BLOCK :]
+    largest = full.view(-1, BLOCK).amax(1)
+    if rest.numel():
+        largest = torch.cat([largest, rest.amax().reshape(1)])
+    return _sqrt(largest) * LEAST_UNIT + TINY
+
+
+def units(v_hat: Tensor, least: Tensor, offset: int) -> Tensor:
+    """What gains are told in, from an offset within the blocks on: √v̂, so that they are alike and suit any code.
+
+    Where a gradient was hardly ever seen, the first one would be many units, and leave no code for its neighbours.
+    """
+    of_block = least.repeat_interleave(BLOCK)[offset : offset + v_hat.numel()]
+    return torch.maximum(_sqrt(v_hat), of_block)
+
+
+def take_gain(vectors: Vectors, kept: float, out: Tensor, least: Tensor | None, offset: int) -> None:
+    """What m has gained over what has been kept of m̂; in units, if these are given."""
+    if kernels_for(*vectors) and out.numel() >= LARGE:
+        from laconic.methods import common_kernels
+
+        common_kernels.take_gain(vectors, kept, out, least, offset)
+    else:
+        take_gain_torch(vectors, kept, out, least, offset)
+
+
+def take_gain_torch(vectors: Vectors, kept: float, out: Tensor, least: Tensor | None, offset: int) -> None:
+    torch.sub(vectors.m, vectors.m_hat * kept, out=out)
+    if least is not None:
+        out /= units(vectors.v_hat, least, offset)
+
+
+def make_up(
+    vectors: Vectors,
+    mean: Tensor,
+    change: Tensor,
+    window: Window,
+    since: Window,
+    least: Tensor | None,
+    offset: int,
+) -> None:
+    """Make the steps of the window in the common vectors; the own ones are ahead of them by the own steps since.
+
+    The mean of the gains, and the mean less what this rank has said, are in units, if these are given, and are used up.
+    The kernels give the same bits.
+    """
+    if kernels_for(*vectors, mean, change) and mean.numel() >= LARGE:
+        from laconic.methods import common_kernels
+
+        common_kernels.make_up(vectors, mean, change, astuple(window), astuple(since), least, offset)
+    else:
+        make_up_torch(vectors, mean, change, window, since, least, offset)
+
+
+def make_up_torch(
+    vectors: Vectors, mean: Tensor, change: Tensor, w: Window, since: Window, least: Tensor | None, offset: int
+) -> None:
+    x_hat, m_hat, v_hat, x, m, v = vectors
+    gain = mean
+    if least is not None:
+        unit = units(v_hat, least, offset)
+        gain, change = mean * unit, change * unit
+    g = gain * w.spread
+    surprise = g - m_hat * w.before
+    v_hat.mul_(w.kept_v).add_((g * g + surprise * surprise * w.noise) * w.new_v)
+    root = _sqrt(v_hat * w.unbiased) + w.eps
+    x_hat.mul_(w.decay).sub_((m_hat * w.coast + gain * w.push) / root)
+    m_hat.mul_(w.kept_m).add_(gain)
+
+    m.add_(change * since.kept_m)  # what the own code has not said stays in m
+    gain = m - m_hat * since.kept_m
+    g = gain * since.spread
+    v_since = v_hat * since.kept_v + g * g * since.new_v
+    root = _sqrt(torch.maximum(v, v_since) * since.unbiased) + since.eps  # with the v of then, own steps were no longer
+    torch.sub(x_hat * since.decay, (m_hat * since.coast + gain * since.push) / root, out=x)
+    v.copy_(v_since)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded to the nearest, as kernels do; torch's own may be one bit off."""
+    return x.double().sqrt().to(x.dtype)

@@ -1,0 +1,34 @@
+"""A number for every coordinate of a vector, where neighbours mostly have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+
+class Ranges:
+    """`entries`: [where it ends, its number], for ranges that follow one another from 0 on."""
+
+    def __init__(self, entries: Iterable[list[int]]) -> None:
+        self.entries = list(entries)
+
+    def within(self, wanted: slice) -> Iterator[tuple[slice, int]]:
+        """These coordinates, cut where the number changes."""
+        start = wanted.start
+        for stop, number in self.entries:
+            if start < min(stop, wanted.stop):
+                yield slice(start, min(stop, wanted.stop)), number
+                start = stop
+
+    def put(self, wanted: slice, number: int) -> None:
+        """Give these coordinates another number."""
+        before = self.within(slice(0, wanted.start))
+        after = self.within(slice(wanted.stop, self.entries[-1][0]))
+        entries: list[list[int]] = []
+        for part, own in [*before, (wanted, number), *after]:
+            if part.start == part.stop:
+                continue
+            if entries and entries[-1][1] == own:
+                entries[-1][0] = part.stop
+            else:
+                entries.append([part.stop, own])
+        self.entries = entries

@@ -1,0 +1,326 @@
+"""Divisible with moments="common": Adam on the mean gradient, a few steps late."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import laconic
+from laconic.compress import Compressor, Log, Uniform
+from laconic.methods import common
+from laconic.methods.common import Vectors, Window
+from laconic.methods.ranges import Ranges
+from tests.helpers import adam, build_model, rank, train, train_step
+from tests.oracles.allreduce import allreduce
+from tests.oracles.common_adam import common_adam
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+OPTIMIZERS = {"adam": adam, "adamw": adamw}
+ORACLE: dict[int, list[tuple[str, int, int, int, Compressor | None]]] = {
+    # workers: optimizer, ratio, period, delay, background
+    2: [("adam", 8, 2, 2, None), ("adamw", 1024, 4, 1, Uniform(8))],
+    3: [("adamw", 16, 5, 3, None)],
+    4: [("adam", 16, 3, 1, Uniform(4)), ("adam", 83, 1, 1, None)],
+}
+
+
+@pytest.mark.parametrize("workers", ORACLE)
+def test_agrees_with_the_oracle_for_200_steps(workers: int) -> None:
+    steps = 200
+
+    def run() -> list[list[Tensor]]:
+        return [
+            train(laconic.Divisible(ratio, period, "common", background, delay=delay), OPTIMIZERS[optimizer], steps)
+            for optimizer, ratio, period, delay, background in ORACLE[workers]
+        ]
+
+    results = laconic.spawn(run, workers)
+    for case, (optimizer, ratio, period, delay, background) in enumerate(ORACLE[workers]):
+        expected = common_adam(OPTIMIZERS[optimizer], workers, steps, ratio, period, delay, background)
+        for step, worker in itertools.product(range(steps), range(workers)):
+            torch.testing.assert_close(
+                results[worker][case][step],
+                expected[step][worker],
+                rtol=1e-3,
+                atol=2e-4,
+                msg=lambda text, case=case, step=step: f"case {case} at step {step}: {text}",
+            )
+
+
+def test_with_everything_in_the_foreground_it_is_full_communication() -> None:
+    def run() -> list[Tensor]:
+        return train(laconic.Divisible(ratio=1, period=3), adamw, 50)
+
+    for path in laconic.spawn(run, 3):
+        torch.testing.assert_close(path[-1], allreduce(adamw, 3, 50)[-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (2, {"period": 3, "background": None, "delay": 3}),
+        (3, {"period": 4, "background": Log(3), "delay": 2}),
+        (4, {"period": 2, "background": Log(3), "hops": 2}),
+        (3, {"period": "auto", "background": Log(3)}),
+    ],
+)
+def test_invariants_also_while_messages_are_in_flight(workers: int, settings: Any) -> None:
+    """The common vectors are the same everywhere, and the mean of m is that of the mean gradient, whatever codes lose.
+
+    (With two hops, owners hold back what their codes lose.)
+    """
+    d, steps = 83, 30
+
+    def run() -> list[tuple[Tensor, Tensor, Tensor, int]]:
+        model = nn.Linear(d, 1, bias=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        seen = []
+        with laconic.Worker(model, optimizer, laconic.Divisible(8, **settings)) as worker:
+            own: Any = worker.method
+            for step in range(steps):
+                generator = torch.Generator().manual_seed(100 * step + worker.rank)
+                model.weight.grad = torch.randn(1, d, generator=generator)
+                optimizer.step()
+                common = torch.cat([own.x_hat, own._common.m_hat, own._common.v_hat])
+                gradient = worker.comm.mean(model.weight.grad.view(-1))
+                seen.append((common, worker.moments()["exp_avg"].clone(), gradient, len(own._flying)))
+        assert len(own._flying) == 0
+        return seen
+
+    expected = torch.zeros(d)
+    by_step = list(zip(*laconic.spawn(run, workers), strict=True))
+    assert max(ranks[0][3] for ranks in by_step) >= settings.get("delay", 1)
+    for ranks in by_step:
+        assert all(torch.equal(common, ranks[0][0]) for common, _, _, _ in ranks)
+        expected = 0.9 * expected + 0.1 * ranks[0][2]
+        if settings.get("hops") != 2:
+            torch.testing.assert_close(torch.stack([m for _, m, _, _ in ranks]).mean(0), expected, rtol=0, atol=1e-6)
+
+
+@given(
+    st.lists(st.floats(1e-4, 1e-2), min_size=1, max_size=6),
+    st.lists(st.floats(1e-4, 1e-2), max_size=3),
+    st.integers(0, 1000),
+    st.floats(0, 0.1),
+    st.integers(1, 6000),
+    st.integers(0, 3000),
+    st.booleans(),
+)
+def test_kernels_give_the_same_bits(
+    rates: list[float], since: list[float], count: int, weight_decay: float, d: int, offset: int, has_units: bool
+) -> None:
+    group = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": weight_decay, "decoupled_weight_decay": True}
+    windows = Window.of(group, rates, count), Window.of(group, since, count + len(rates))
+    generator = torch.Generator().manual_seed(d)
+    values = torch.randn(8, d, generator=generator) * torch.exp(3 * torch.randn(8, d, generator=generator))
+    values[[2, 5]] = values[[2, 5]].square() * (torch.rand(2, d, generator=generator) > 0.1)
+    from laconic.methods import common_kernels
+
+    ours, theirs = values.clone(), values.clone()
+    least = torch.rand((offset + d) // 2048 + 1, generator=generator) if has_units else None
+    common.make_up_torch(Vectors(*ours[:6]), ours[6], ours[7], *windows, least, offset)
+    common_kernels.make_up(Vectors(*theirs[:6]), theirs[6], theirs[7], *map(astuple, windows), least, offset)
+    assert torch.equal(ours[:6], theirs[:6])
+    gain, other = torch.empty(2, d)
+    common.take_gain_torch(Vectors(*ours[:6]), 0.7, gain, least, offset)
+    common_kernels.take_gain(Vectors(*ours[:6]), 0.7, other, least, offset)
+    assert torch.equal(gain, other)
+
+
+@pytest.mark.parametrize(("period", "hops"), [(1, 1), (5, 1), (3, 2)])
+def test_v_is_that_of_the_mean_gradient(period: int, hops: Any) -> None:
+    """Gradients of 1 with a noise of 2: own squares are 5, those of the mean of three 1 + 4/3."""
+    d, steps = 4000, 120
+
+    def run() -> float:
+        model = nn.Linear(d, 1, bias=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, betas=(0.9, 0.99))
+        with laconic.Worker(model, optimizer, laconic.Divisible(1024, period, hops=hops)) as worker:
+            own: Any = worker.method
+            generator = torch.Generator().manual_seed(worker.rank)
+            for _ in range(steps):
+                model.weight.grad = 1 + 2 * torch.randn(1, d, generator=generator)
+                optimizer.step()
+            v: Tensor = own._common.v_hat / (1 - 0.99**steps)
+            return v.mean().item()
+
+    # What codes lose looks like noise: most where it is lost twice.
+    assert laconic.spawn(run, 3)[0] == pytest.approx(1 + 4 / 3, rel=0.1 if hops == 1 else 0.25)
+
+
+def test_unlike_data_moves_all_workers_alike() -> None:
+    """One has gradients of +3, the other of −1: both go down, as Adam does with the mean of 1.
+
+    (Not quite as far: of gradients that are seen for the first time, any part may be noise.)
+    """
+
+    def run() -> Tensor:
+        model = nn.Linear(500, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with laconic.Worker(model, optimizer, laconic.Divisible(1024, 4)) as worker:
+            for _ in range(60):
+                model.weight.grad = torch.full((1, 500), 3.0 if worker.rank == 0 else -1.0)
+                optimizer.step()
+            return worker.x.clone()
+
+    for x in laconic.spawn(run, 2):
+        torch.testing.assert_close(x, torch.full((500,), -6.0), rtol=0.25, atol=0)
+
+
+def test_parameter_groups_have_their_own_settings() -> None:
+    """Two groups, one without a learning rate from step 5 on, and rates that change: as with full communication."""
+
+    def run(method: laconic.Method) -> Tensor:
+        model = build_model()
+        first, *rest = model.parameters()
+        optimizer = torch.optim.AdamW(
+            [{"params": rest, "lr": 0.01}, {"params": [first], "betas": (0.8, 0.99)}], lr=0.02
+        )
+        with laconic.Worker(model, optimizer, method) as worker:
+            for step in range(40):
+                optimizer.param_groups[1]["lr"] = 0.02 if step < 5 else 0.0
+                train_step(model, optimizer, worker.rank, step)
+        return worker.x
+
+    for full, ours in laconic.spawn(lambda: (run(laconic.AllReduce()), run(laconic.Divisible(1, 2, None, None))), 2):
+        torch.testing.assert_close(ours, full, rtol=1e-4, atol=1e-5)
+
+
+def test_goes_on_from_an_earlier_training() -> None:
+    """v was 5 and m 1 for long; gradients are 1 still, so v falls slowly, as Adam's own does."""
+    steps, d = 12, 300
+
+    def run() -> tuple[Tensor, Tensor]:
+        model = nn.Linear(d, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        old = {"step": torch.tensor(1e4), "exp_avg": torch.ones(1, d), "exp_avg_sq": torch.full((1, d), 5.0)}
+        optimizer.state[model.weight] = old
+        with laconic.Worker(model, optimizer, laconic.Divisible(8, 3)) as worker:
+            for _ in range(steps):
+                model.weight.grad = torch.ones(1, d)
+                optimizer.step()
+            return worker.moments()["exp_avg_sq"].clone(), worker.x.clone()
+
+    for v, x in laconic.spawn(run, 2):
+        torch.testing.assert_close(v, torch.full((d,), 1 + 4 * 0.999**steps), rtol=1e-3, atol=0)
+        torch.testing.assert_close(x, torch.full((d,), -steps * 1e-3 / 5**0.5), rtol=1e-2, atol=0)
+
+
+def test_a_parameter_that_only_one_worker_has_gradients_for() -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        model = nn.ParameterList([torch.zeros(40), torch.zeros(60)])
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with laconic.Worker(model, optimizer, laconic.Divisible(8, 2)) as worker:
+            for _ in range(30):
+                model[0].grad = torch.ones(40)
+                model[1].grad = torch.ones(60) if worker.rank == 1 else None
+                optimizer.step()
+            return model[0].detach().clone(), model[1].detach().clone()
+
+    for both, one in laconic.spawn(run, 2):
+        torch.testing.assert_close(both, torch.full((40,), -3.0), rtol=0.25, atol=0)
+        torch.testing.assert_close(one, torch.full((60,), -3.0), rtol=0.25, atol=0)
+
+
+def test_learning_rates_that_differ_between_ranks_are_noticed() -> None:
+    def run() -> str:
+        model = build_model()
+        optimizer = adam(model)
+        with (
+            pytest.raises((ValueError, laconic.PeerError)) as error,
+            laconic.Worker(model, optimizer, laconic.Divisible(8, 2)) as worker,
+        ):
+            for step in range(10):
+                optimizer.param_groups[0]["lr"] = 0.011 if worker.rank == 1 and step == 6 else 0.01
+                train_step(model, optimizer, worker.rank, step)
+        return str(error.value)
+
+    for text in laconic.spawn(run, 3):
+        assert "learning rates must be the same on all ranks, and at step 7 rank" in text
+
+
+def test_which_moments_when_none_are_asked_for() -> None:
+    def run() -> list[bool]:
+        found = []
+        for optimize in (
+            torch.optim.Adam,
+            torch.optim.AdamW,
+            lambda p: torch.optim.Adam(p, weight_decay=0.1),
+            lambda p: torch.optim.Adam(p, amsgrad=True),
+            torch.optim.NAdam,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+        ):
+            model = nn.Linear(5, 1)
+            with laconic.Worker(model, optimize(model.parameters()), laconic.Divisible(8, 2)) as worker:
+                own: Any = worker.method
+                found.append(own._common is not None)
+        return found
+
+    assert laconic.spawn(run, 2) == [[True, True, True, False, False, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "message"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), {}, "moments='common' is for Adam and AdamW, not SGD"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), {}, "moments='common' needs amsgrad=False"),
+        (
+            torch.optim.Adam,
+            {"period": 2, "hops": 2, "delay": 2},
+            "moments='common' needs a period of at least the 4 steps that a piece is on its way, not 2",
+        ),
+        (torch.optim.Adam, {"max_period": 3, "delay": 5}, "at least the 5 steps that a piece is on its way, not 3"),
+    ],
+)
+def test_what_it_is_not_for(build: Any, settings: Any, message: str) -> None:
+    def run() -> str:
+        model = nn.Linear(5, 1)
+        with pytest.raises(ValueError, match=message) as error:
+            laconic.Worker(model, build(model.parameters()), laconic.Divisible(moments="common", **settings))
+        return str(error.value)
+
+    assert len(set(laconic.spawn(run, 2))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"amsgrad": True}, "moments must be the same on all ranks, and are common; local"),
+        ({"eps": 1e-3}, "settings of the optimizer must be the same on all ranks, and are .*1e-08.*; .*0.001"),
+    ],
+)
+def test_ranks_whose_optimizers_differ(options: Any, message: str) -> None:
+    def run() -> str:
+        model = nn.Linear(5, 1)
+        optimizer = torch.optim.Adam(model.parameters(), **options if rank() == 1 else {})
+        with pytest.raises(ValueError, match=message) as error:
+            laconic.Worker(model, optimizer, laconic.Divisible(8, 2))
+        return str(error.value)
+
+    assert len(set(laconic.spawn(run, 2))) == 1
+
+
+@given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 3)), max_size=8))
+def test_ranges(d: int, puts: list[tuple[int, int, int]]) -> None:
+    ranges, expected = Ranges([[d, 0]]), [0] * d
+    for first, second, number in puts:
+        part = slice(min(first, second, d), min(max(first, second), d))
+        ranges.put(part, number)
+        expected[part] = [number] * (part.stop - part.start)
+        found = [(i, number) for run, number in ranges.within(slice(0, d)) for i in range(run.start, run.stop)]
+        assert found == list(enumerate(expected))
+        assert [i for run, _ in ranges.within(part) for i in range(run.start, run.stop)] == list(range(d))[part]
+        assert all(one[1] != other[1] for one, other in itertools.pairwise(ranges.entries))

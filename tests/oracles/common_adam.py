@@ -1,0 +1,119 @@
+"""Divisible communication with moments="common" as one loop over all workers: windows are made step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from laconic.compress import Compressor
+from tests.helpers import Optimize, build_model, flat, loss
+from tests.oracles.divisible import foreground_blocks, moment, set_moment
+
+B1, B2, EPS = 0.9, 0.999, 1e-8
+
+
+def adam_window(
+    x: Tensor, m: Tensor, v: Tensor, gain: Tensor, count: int, steps: int, lr: float, decay: float, grows: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps of Adam with one and the same gradient, which is such that m gains what it has gained. v is that of the end
+    all along: it has grown already (None), it grows by the gradient's square ("plain"), or by that of gradients with
+    the noise that is seen in how far the gradient is from m ("noisy")."""
+    if steps == 0:
+        return x.clone(), m + gain, v.clone()
+    g = gain / (1 - B1**steps)
+    weights = torch.tensor([(1 - B1) * B1**j for j in range(steps)]) / (1 - B1**steps)
+    lost = 1 - weights.square().sum()  # the share of a step's noise that a weighted mean of so many does not have
+    seen = weights.square().sum() + (1 - B1) / (1 + B1)  # the noise of the mean and of m
+    square = g**2
+    if grows == "noisy":
+        surprise = g - (m / (1 - B1**count) if count else 0 * m)
+        square = square + lost / seen * surprise**2
+    for _ in range(steps if grows else 0):
+        v = B2 * v + (1 - B2) * square
+    root = (v / (1 - B2 ** (count + steps))).sqrt() + EPS
+    for i in range(1, steps + 1):
+        m = B1 * m + (1 - B1) * g
+        x = x * (1 - lr * decay) - lr * m / (1 - B1 ** (count + i)) / root
+    return x, m, v
+
+
+def common_adam(
+    optimize: Optimize,
+    workers: int,
+    steps: int,
+    ratio: int,
+    period: int,
+    delay: int,
+    background: Compressor | None = None,
+) -> list[list[Tensor]]:
+    """For each step, x of each worker."""
+    models = [build_model() for _ in range(workers)]
+    optimizers = [optimize(model) for model in models]
+    group = optimizers[0].param_groups[0]
+    settings = group["lr"], group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+    x_hat = flat(models[0])
+    d = len(x_hat)
+    m_hat, v_hat, since = torch.zeros(d), torch.zeros(d), torch.zeros(d, dtype=torch.int64)
+    blocks = foreground_blocks(d, ratio)
+    pieces = [list(range(d)[i : i + -(-d // period)]) for i in range(0, d, -(-d // period))]
+    flying: list[tuple[int, list[int], list[Tensor]]] = []
+    path = []
+    for step in range(1, steps + 1):
+        for i in range(workers):
+            loss(models[i], i, step - 1).backward()
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+        x = [flat(model) for model in models]
+        m = [moment(models[i], optimizers[i], "exp_avg") for i in range(workers)]
+        v = [moment(models[i], optimizers[i], "exp_avg_sq") for i in range(workers)]
+
+        def gains(where: list[int], step: int = step, m: list[Tensor] = m) -> list[Tensor]:
+            return [own[where] - B1 ** (step - since[where]) * m_hat[where] for own in m]
+
+        def make_up(
+            until: int,
+            where: list[int],
+            told: list[Tensor],
+            step: int = step,
+            x: list[Tensor] = x,
+            m: list[Tensor] = m,
+            v: list[Tensor] = v,
+        ) -> None:
+            mean = torch.stack(told).mean(0)
+            for began in since[where].unique().tolist():
+                here = since[where] == began
+                at = torch.tensor(where)[here]
+                if began >= until:  # the foreground has been here
+                    continue
+                x_hat[at], m_hat[at], v_hat[at] = adam_window(
+                    x_hat[at], m_hat[at], v_hat[at], mean[here], began, until - began, *settings, grows="noisy"
+                )
+                for i in range(workers):
+                    m[i][at] += B1 ** (step - until) * (mean[here] - told[i][here])
+                    own = m[i][at] - B1 ** (step - until) * m_hat[at]
+                    window = own, until, step - until, *settings
+                    _, _, v_now = adam_window(x_hat[at], m_hat[at], v_hat[at], *window, grows="plain")
+                    larger = torch.maximum(v[i][at], v_now)
+                    x[i][at], _, _ = adam_window(x_hat[at], m_hat[at], larger, *window, grows=None)
+                    v[i][at] = v_now
+            since[where] = since[where].clamp(min=until)
+
+        block = list(blocks[step % len(blocks)])
+        make_up(step, block, gains(block))
+
+        if flying and flying[0][0] + delay == step:
+            make_up(*flying.pop(0))
+
+        piece = pieces[(step - 1) % len(pieces)]
+        told, root = gains(piece), v_hat[piece].sqrt()
+        unit = torch.maximum(root, 0.1 * root.max() + 1e-12)
+        if background is not None:
+            told = [background.decode(background.encode(own / unit), len(own)) * unit for own in told]
+        flying.append((step, piece, told))
+
+        for i in range(workers):
+            nn.utils.vector_to_parameters(x[i].clone(), models[i].parameters())
+            set_moment(models[i], optimizers[i], "exp_avg", m[i])
+            set_moment(models[i], optimizers[i], "exp_avg_sq", v[i])
+        path.append([own.clone() for own in x])
+    return path
