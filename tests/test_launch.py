@@ -112,8 +112,9 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, sent: signal.Signals) 
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
-        import os, sys, time
+        import os, signal, sys, time
         import laconic
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
         def run(folder):
             open(os.path.join(folder, f"pid-{os.getpid()}"), "w").close()
             time.sleep(60)

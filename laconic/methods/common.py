@@ -22,7 +22,7 @@ from laconic.methods.ranges import Ranges
 
 M, V = "exp_avg", "exp_avg_sq"
 BLOCK = 2048
-LEAST_UNIT = 0.1  # of the largest in its block
+LEAST_UNIT = 0.01  # of the largest in its block
 TINY = 1e-12
 LARGE = 1 << 10  # from here on the compiled kernels save more than it takes to load them
 

@@ -166,11 +166,14 @@ def test_agrees_with_the_oracle_for_200_steps(workers: int) -> None:
     results = laconic.spawn(run, workers)
     for case, (optimizer, ratio, period, delay, moments, background) in enumerate(ORACLE[workers]):
         expected = divisible(OPTIMIZERS[optimizer], workers, steps, ratio, period, delay, moments, background)
-        for step in range(steps):
-            for worker in range(workers):
-                torch.testing.assert_close(
-                    results[worker][case][step], expected[step][worker], rtol=1e-3, atol=1e-4, msg=f"{case} at {step}"
-                )
+        for worker in range(workers):
+            torch.testing.assert_close(
+                torch.stack(results[worker][case][:steps]),
+                torch.stack([x[worker] for x in expected]),
+                rtol=1e-3,
+                atol=1e-4,
+                msg=lambda text, case=case: f"case {case}, (step, coordinate): {text}",  # type: ignore[misc]
+            )
         if period:
             assert not torch.equal(results[0][case][-2], results[1][case][-2]), "workers differ between messages"
 

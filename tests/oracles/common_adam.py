@@ -106,7 +106,7 @@ def common_adam(
 
         piece = pieces[(step - 1) % len(pieces)]
         told, root = gains(piece), v_hat[piece].sqrt()
-        unit = torch.maximum(root, 0.1 * root.max() + 1e-12)
+        unit = torch.maximum(root, 0.01 * root.max() + 1e-12)
         if background is not None:
             told = [background.decode(background.encode(own / unit), len(own)) * unit for own in told]
         flying.append((step, piece, told))
