@@ -133,13 +133,18 @@ class Blockwise(Compressor):
         if not kernels:
             super()._settle(codes, weights, own, x, base, step)
             return
+        readable = self.readable(codes, weights, own, x.numel())
+        kernels.settle.settle(*readable, x.numpy(), other.numpy(), base is not None)
+
+    def readable(self, codes: Sequence[Tensor], weights: Sequence[float], own: int, numel: int) -> tuple[Any, ...]:
+        """What the kernel `read_block` is told of codes in main memory, after a look at them."""
+        kernels = kernels_for(*codes)
         for code in codes:
-            if not kernels.blockwise.scales_are_valid(self.bits, self.block, code.numpy(), self._blocks(x.numel())):
+            if not kernels.blockwise.scales_are_valid(self.bits, self.block, code.numpy(), self._blocks(numel)):
                 raise self._bad_scale(code)
         settings = (getattr(kernels.blockwise, self._kind), self.bits, self.block)
         addresses = np.array([code.data_ptr() for code in codes], np.uint64)
-        said = (addresses, codes[0].numel(), np.array(weights, np.float32), own)
-        kernels.settle.settle(*settings, *said, x.numpy(), other.numpy(), base is not None)
+        return *settings, addresses, codes[0].numel(), np.array(weights, np.float32), own
 
     def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
         kernels = kernels_for(residual, out)

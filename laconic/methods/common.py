@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laconic.compress.backend import kernels_for
+from laconic.compress.blockwise import Blockwise
 from laconic.method import Replica
 from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Piece
@@ -89,6 +90,14 @@ class Window:
         )
 
 
+class Cut(NamedTuple):
+    """A range of a part, in which all coordinates are made up for in the same way."""
+
+    part: slice
+    window: Window
+    since: Window
+
+
 class CommonAdam(Carried):
     """Sends, for each coordinate, what the own gradients have added to m since its last turn."""
 
@@ -114,7 +123,6 @@ class CommonAdam(Carried):
         self.rates: list[list[float]] = []  # of the latest steps, for each parameter group
         self._worker, self._x_hat, self._started = worker, x_hat, False
         self._vectors: Vectors | None = None  # of this step
-        self._news: Tensor | None = None  # the mean of codes, and how far the own one is from it: used again and again
         number = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
         self._first = {number[id(p)]: p for p in reversed(worker.parameters)}  # of each group
         self._groups = Ranges([[d, 0]])
@@ -152,12 +160,15 @@ class CommonAdam(Carried):
         self.make_up(piece.step, part, mean, mean - own, piece.kept.pop(part.start))
 
     def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
-        numel = part.stop - part.start
-        if self._news is None or self._news.shape[1] < numel:
-            self._news = self.m_hat.new_empty(2, numel)
-        mean, change = self._news[:, :numel].zero_()
-        codes.settle(change, mean)
-        self.make_up(piece.step, part, mean, change, piece.kept.pop(part.start))
+        vectors, least = self._own().over(part), piece.kept.pop(part.start)
+        if isinstance(codes.compressor, Blockwise) and codes.compressor.block == BLOCK and has_kernels(*vectors):
+            from laconic.methods import common_kernels
+
+            common_kernels.settle(vectors, codes, self._cuts(piece.step, part), least)
+        else:
+            mean, change = vectors.x.new_zeros(2, part.stop - part.start)
+            codes.settle(change, mean)
+            self.make_up(piece.step, part, mean, change, least)
 
     def meet(self, block: slice) -> None:
         """Make up for all steps so far, also where a piece is on its way, which then comes too late."""
@@ -191,16 +202,23 @@ class CommonAdam(Carried):
         return gain
 
     def make_up(self, step: int, part: slice, mean: Tensor, change: Tensor, least: Tensor | None = None) -> None:
-        """The mean of the gains up to a step, and the mean less what this rank has said; both are used up."""
-        vectors, now = self._own(), self._worker.step
+        """The mean of the gains up to a step, and the mean less what this rank has said."""
+        vectors = self._own().over(part)
+        for cut in self._cuts(step, part):
+            here = cut.part
+            make_up(vectors.over(here), mean[here], change[here], cut.window, cut.since, least, here.start)
+
+    def _cuts(self, step: int, part: slice) -> list[Cut]:
+        """What is to be made up for with news up to a step, and from now on is."""
+        cuts, now = [], self._worker.step
         for run, since in list(self.since.within(part)):
             if since >= step:  # the foreground has been here, and was told of all steps up to then
                 continue
             for cut, group in self._groups.within(run):
                 here = slice(cut.start - part.start, cut.stop - part.start)
-                windows = self._window(group, since, step), self._window(group, step, now)
-                make_up(vectors.over(cut), mean[here], change[here], *windows, least, here.start)
+                cuts.append(Cut(here, self._window(group, since, step), self._window(group, step, now)))
             self.since.put(run, step)
+        return cuts
 
     def _own(self) -> Vectors:
         if self._vectors is None:
@@ -226,6 +244,10 @@ class CommonAdam(Carried):
         self._vectors, self._started = None, True
 
 
+def has_kernels(*vectors: Tensor) -> bool:
+    return vectors[0].numel() >= LARGE and kernels_for(*vectors) is not None
+
+
 def least_units(v_hat: Tensor) -> Tensor:
     """For each block, what its units are at least."""
     full, rest = v_hat[: v_hat.numel() // BLOCK * BLOCK], v_hat[v_hat.numel() // BLOCK * BLOCK :]
@@ -246,7 +268,7 @@ def units(v_hat: Tensor, least: Tensor, offset: int) -> Tensor:
 
 def take_gain(vectors: Vectors, kept: float, out: Tensor, least: Tensor | None, offset: int) -> None:
     """What m has gained over what has been kept of m̂; in units, if these are given."""
-    if kernels_for(*vectors) and out.numel() >= LARGE:
+    if has_kernels(*vectors):
         from laconic.methods import common_kernels
 
         common_kernels.take_gain(vectors, kept, out, least, offset)
@@ -271,10 +293,10 @@ def make_up(
 ) -> None:
     """Make the steps of the window in the common vectors; the own ones are ahead of them by the own steps since.
 
-    The mean of the gains, and the mean less what this rank has said, are in units, if these are given, and are used up.
-    The kernels give the same bits.
+    The mean of the gains, and the mean less what this rank has said, are in units, if these are given. The kernels give
+    the same bits, and use them up.
     """
-    if kernels_for(*vectors, mean, change) and mean.numel() >= LARGE:
+    if has_kernels(*vectors, mean, change):
         from laconic.methods import common_kernels
 
         common_kernels.make_up(vectors, mean, change, astuple(window), astuple(since), least, offset)

@@ -6,14 +6,19 @@ Each loop works on few vectors, or the compiler would not use the processor's: i
 # mypy: ignore-errors
 # (numba compiles a dialect of Python that mypy takes for Python)
 
+from dataclasses import astuple, fields
+
 import numpy as np
 from numba import njit
 from torch import Tensor
 
+from laconic.compress.kernels.settle import read_block
 from laconic.methods import common
+from laconic.methods.carried import Codes
 
 BLOCK = common.BLOCK
 NO_UNITS = np.empty(0, np.float32)
+PASS = ((-1.0,) * len(fields(common.Window)),) * 2  # nothing is made up for
 
 
 def take_gain(vectors: common.Vectors, kept: float, out: Tensor, least: Tensor | None, offset: int) -> None:
@@ -33,6 +38,23 @@ def make_up(
     arrays = [vector.numpy() for vector in (*vectors, mean, change)]
     factors = np.array(window, np.float32), np.array(since, np.float32)
     _make_up(*arrays, *factors, NO_UNITS if least is None else least.numpy(), offset)
+
+
+def settle(vectors: common.Vectors, codes: Codes, cuts: list[common.Cut], least: Tensor) -> None:
+    """`make_up` with the mean of codes, which is nowhere stored."""
+    numel = vectors.x.numel()
+    stops, windows = [0], [PASS]
+    for cut in cuts:
+        if cut.part.start > stops[-1]:
+            stops.append(cut.part.start)
+            windows.append(PASS)
+        stops.append(cut.part.stop)
+        windows.append((astuple(cut.window), astuple(cut.since)))
+    stops.append(numel + 1)  # there is always one more
+    windows.append(PASS)
+    readable = codes.compressor.readable(codes.codes, codes.weights, codes.own, numel)
+    arrays = [vector.numpy() for vector in vectors]
+    _settle(*readable, *arrays, np.array(stops), np.array(windows, np.float32), least.numpy())
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -62,25 +84,61 @@ def _divide(gain, v_hat, least):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _make_up(x_hat, m_hat, v_hat, x, m, v, mean, change, window, since, least, offset):
-    roots = np.empty(BLOCK, np.float32)
+    root = np.empty(BLOCK, np.float32)
     start = 0
     while start < x.size:
         stop = min(x.size, start + BLOCK - (offset + start) % BLOCK)
-        xc, mc, vc = x_hat[start:stop], m_hat[start:stop], v_hat[start:stop]
-        gain, own, root = mean[start:stop], change[start:stop], roots[: stop - start]
         if least.size:
-            _multiply(gain, own, vc, least[(offset + start) // BLOCK])
-        _step_v(gain, mc, vc, window)
-        _copy(vc, root)
-        _take_root(root, window)
-        _step_x(xc, mc, gain, root, window)
-        _step_m(mc, gain, window)
-        _settle_m(m[start:stop], mc, own, since)
-        _own_v(v[start:stop], vc, own, root, since)
-        _take_root(root, since)
-        _copy(xc, x[start:stop])
-        _step_x(x[start:stop], mc, own, root, since)
+            _multiply(mean[start:stop], change[start:stop], v_hat[start:stop], least[(offset + start) // BLOCK])
+        common = x_hat[start:stop], m_hat[start:stop], v_hat[start:stop]
+        own = x[start:stop], m[start:stop], v[start:stop]
+        _make_up_block(common, own, mean[start:stop], change[start:stop], root[: stop - start], window, since)
         start = stop
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _settle(kind, bits, block, codes, nbytes, weights, own, x_hat, m_hat, v_hat, x, m, v, stops, windows, least):
+    unpacked, root = np.empty(block, np.uint8), np.empty(block, np.float32)
+    news, said = np.empty(block, np.float32), np.empty(block, np.float32)
+    cut = 0
+    for first in range(0, x.size, block):
+        count = min(block, x.size - first)
+        read_block(kind, bits, block, codes, nbytes, weights, own, first, count, unpacked, news, said)
+        _subtract_from(news[:count], said[:count])
+        _multiply(news[:count], said[:count], v_hat[first : first + count], least[first // block])
+        start = first
+        while start < first + count:
+            while stops[cut] <= start:
+                cut += 1
+            stop = min(stops[cut], first + count)
+            if windows[cut, 0, 0] >= 0:
+                mine = x[start:stop], m[start:stop], v[start:stop]
+                common = x_hat[start:stop], m_hat[start:stop], v_hat[start:stop]
+                gain, change = news[start - first : stop - first], said[start - first : stop - first]
+                _make_up_block(common, mine, gain, change, root[: stop - start], windows[cut, 0], windows[cut, 1])
+            start = stop
+
+
+@njit(nogil=True, error_model="numpy")
+def _make_up_block(common, own, gain, change, root, window, since):
+    x_hat, m_hat, v_hat = common
+    x, m, v = own
+    _step_v(gain, m_hat, v_hat, window)
+    _copy(v_hat, root)
+    _take_root(root, window)
+    _step_x(x_hat, m_hat, gain, root, window)
+    _step_m(m_hat, gain, window)
+    _settle_m(m, m_hat, change, since)
+    _own_v(v, v_hat, change, root, since)
+    _take_root(root, since)
+    _copy(x_hat, x)
+    _step_x(x, m_hat, change, root, since)
+
+
+@njit(nogil=True, error_model="numpy")
+def _subtract_from(left, right):
+    for i in range(right.size):
+        right[i] = left[i] - right[i]
 
 
 @njit(nogil=True, error_model="numpy")

@@ -80,32 +80,38 @@ def settle(kind, bits, block, codes, nbytes, weights, own, x, base, has_base):
     without a base x becomes that."""
     unpacked = np.empty(block, np.uint8)
     news, said = np.empty(block, np.float32), np.empty(block, np.float32)
-    stride = 4 + block * bits // 8
     for start in range(0, x.size, block):
         goal = x[start : start + block]
         count = goal.size
-        fill(news, np.float32(0.0))
-        for row in range(codes.size):
-            code = bytes_at(codes[row], nbytes)
-            place = start // block * stride
-            packed = code[place + 4 : place + stride]
-            plain = unpacked
-            if count < block:
-                unpack_sequence(packed, bits, unpacked[:count])
-            elif bits == 8:
-                plain = packed
-            else:
-                unpack_fields(packed, bits, unpacked)
-            scale = load_float(code, place)
-            if row == own:
-                levels_of(kind, bits, plain, scale, said[:count])
-                add_scaled(said[:count], news[:count], weights[row])
-            else:
-                add_levels(kind, bits, plain, scale, weights[row], news[:count])
+        read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unpacked, news, said)
         if has_base:
             move_both(goal, base[start : start + block], news[:count], said[:count])
         else:
             subtract(news[:count], said[:count], goal)
+
+
+@njit(nogil=True, cache=True)
+def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unpacked, news, said):
+    """`news` and the levels of code `own` in the block that begins at `start`; `unpacked` is room to work in."""
+    fill(news, np.float32(0.0))
+    stride = 4 + block * bits // 8
+    place = start // block * stride
+    for row in range(codes.size):
+        code = bytes_at(codes[row], nbytes)
+        packed = code[place + 4 : place + stride]
+        plain = unpacked
+        if count < block:
+            unpack_sequence(packed, bits, unpacked[:count])
+        elif bits == 8:
+            plain = packed
+        else:
+            unpack_fields(packed, bits, unpacked)
+        scale = load_float(code, place)
+        if row == own:
+            levels_of(kind, bits, plain, scale, said[:count])
+            add_scaled(said[:count], news[:count], weights[row])
+        else:
+            add_levels(kind, bits, plain, scale, weights[row], news[:count])
 
 
 @njit(nogil=True, cache=True)
