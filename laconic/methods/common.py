@@ -24,6 +24,7 @@ from laconic.methods.ranges import Ranges
 M, V = "exp_avg", "exp_avg_sq"
 BLOCK = 2048
 LEAST_UNIT = 0.01  # of the largest in its block
+NOISE = 0.5  # the share of a surprise that is noise; the rest is that gradients have changed
 TINY = 1e-12
 LARGE = 1 << 10  # from here on the compiled kernels save more than it takes to load them
 
@@ -50,7 +51,8 @@ class Window:
     gain. They are taken for equal, so that g is the gain over 1−β₁ᵏ, and after i steps m has become β₁ⁱ m + (1−β₁ⁱ) g.
 
     Squares are lost in a sum: of noise σ² only σ²/kₑ is left in ḡ², kₑ being the number of steps that the weights of
-    the sum stand for. The rest is seen in how far ḡ is from m, which has σ²·(1−β₁)/(1+β₁) of noise itself.
+    the sum stand for. The rest is seen in how far ḡ is from m, which has σ²·(1−β₁)/(1+β₁) of noise itself: a surprise,
+    of which a share is noise.
     """
 
     kept_m: float  # β₁ᵏ
@@ -81,7 +83,7 @@ class Window:
             new_v=1 - beta2**k,
             spread=spread,
             before=1 / (1 - beta1**count) if count else 0.0,
-            noise=(k_e - 1) / (1 + k_e / ratio),
+            noise=NOISE * (k_e - 1) / (1 + k_e / ratio),
             unbiased=1 / (1 - beta2 ** (count + k)),
             eps=group["eps"],
             decay=math.prod(decays),

@@ -143,10 +143,10 @@ def test_kernels_give_the_same_bits(
 
 @pytest.mark.parametrize(
     ("period", "hops", "background", "rel"),
-    # What codes lose looks like noise.
-    [(1, 1, None, 0.03), (5, 1, None, 0.05), (5, 1, Uniform(4), 0.25), (3, 2, Uniform(4), 0.4)],
+    # Half of a surprise is taken for noise, and what codes lose looks like noise.
+    [(1, 1, None, 0.03), (5, 1, None, 0.3), (5, 1, Uniform(4), 0.2), (3, 2, Uniform(4), 0.2)],
 )
-def test_v_is_that_of_the_mean_gradient(period: int, hops: Any, background: Any, rel: float) -> None:
+def test_v_is_about_that_of_the_mean_gradient(period: int, hops: Any, background: Any, rel: float) -> None:
     """Gradients of 1 with a noise of 2: own squares are 5, those of the mean of three 1 + 4/3."""
     d, steps = 4000, 120
 

@@ -17,7 +17,7 @@ def adam_window(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps of Adam with one and the same gradient, which is such that m gains what it has gained. v is that of the end
     all along: it has grown already (None), it grows by the gradient's square ("plain"), or by that of gradients with
-    the noise that is seen in how far the gradient is from m ("noisy")."""
+    the noise that is seen in how far the gradient is from m, of which half is taken for noise ("noisy")."""
     if steps == 0:
         return x.clone(), m + gain, v.clone()
     g = gain / (1 - B1**steps)
@@ -27,7 +27,7 @@ def adam_window(
     square = g**2
     if grows == "noisy":
         surprise = g - (m / (1 - B1**count) if count else 0 * m)
-        square = square + lost / seen * surprise**2
+        square = square + 0.5 * lost / seen * surprise**2
     for _ in range(steps if grows else 0):
         v = B2 * v + (1 - B2) * square
     root = (v / (1 - B2 ** (count + steps))).sqrt() + EPS
