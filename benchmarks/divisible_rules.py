@@ -95,6 +95,7 @@ CASES = {
     "common": [
         Case("full", lr=3e-3),
         *(Case("common", period, coder="uniform:4", lr=3e-3) for period in (1, 2, 4, 8, 16)),
+        *(Case("local", period, coder="uniform:4", lr=3e-3) for period in (4, 8, 16)),
         Case("common", 4, lr=3e-3),
         Case("common", 4, coder="log:4", lr=3e-3),
         Case("common", 4, coder="uniform:2", lr=3e-3),

@@ -27,15 +27,17 @@ from laconic.methods.pieces import Piece
 LEAST_PLAIN, LEAST_CODED = 2, 4
 FOUR_BITS = Uniform(bits=4)
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
+# The longest period for which "common" is the default: it knows only the latest gradients of a window, as m does.
+LONGEST_COMMON = 8
 FEW = 4  # workers up to which a coded mean goes in one hop by default, with n/2 times the bytes of two
 SMOOTHING = 0.9  # of the metrics, from step to step
 
 
 @dataclass
 class Divisible(Method):
-    """Each worker steps alone; what it moved is averaged in two ways: a little of it at once, all of it somewhat later.
+    """Each worker steps alone; what it did is averaged in two ways: a little of it at once, all of it somewhat later.
 
-    Foreground: in each step another d/ratio of the coordinates become the mean, and everyone waits for that.
+    Foreground: in each step another d/ratio of the coordinates are averaged, and everyone waits for that.
     Background: in `period` steps all of them are sent, piece by piece, on a channel of their own. A piece's mean is
     applied a fixed number of steps later, for which nobody waits as long as the link keeps up.
 
@@ -48,7 +50,8 @@ class Divisible(Method):
             worker's own gradients, and what travels is how far it has moved. For workers that hold different kinds of
             data and other optimizers, "corrected": of gradients corrected by the stale mean gradient, which travels
             too (in `Log(4)` where there is a compressor); or "averaged": the state itself is averaged in the
-            background, which takes no compressor. None: "common" where it can be, else "local".
+            background, which takes no compressor. None: "common" where it can be and the period is at most 8, else
+            "local".
         background: a compressor for the background, with error feedback; None sends all bits.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
@@ -58,7 +61,7 @@ class Divisible(Method):
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
     compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("common",
-    "local"), 2 ("corrected") or 1 + those averaged. "common" adds two numbers to the foreground.
+    "local"), 2 ("corrected") or 1 + those averaged. "common" adds a number to the foreground.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
@@ -71,10 +74,10 @@ class Divisible(Method):
     delay: int = 1
     hops: Literal[1, 2] | None = None
 
-    # x = x_hat + e + s, where x_hat is the same on all ranks to the last bit, e this worker's moves that are in no
-    # message yet, and s those in a background message. Neither is stored: s is what the pieces in flight were given,
-    # and e is x − x_hat − s, so that what rounding loses anywhere stays in e and is sent later.
-    x_hat: Tensor = state()  # (d)
+    # The same on all ranks to the last bit (d). With "common", see `CommonAdam`. Else x = x_hat + e + s, where e are
+    # this worker's moves that are in no message yet, and s those in a background message. Neither is stored: s is what
+    # pieces in flight were given, and e is x − x_hat − s, so that what rounding loses stays in e and is sent later.
+    x_hat: Tensor = state()
     column: int = state(0)  # where the next piece begins
 
     _flying: list[Piece] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -104,13 +107,14 @@ class Divisible(Method):
         self.x_hat = worker.x.clone()
         self._left: float | None = None  # when the last step was over
         self._mean: Mean | None = None
-        self._common: CommonAdam | None = None  # travels instead of the moves
+        self._adam: CommonAdam | None = None
+        self._common: CommonAdam | None = None  # the same, as long as it travels instead of the moves
         self._correction: Correction | None = None  # travels with the moves
         if self.period is None or comm.size == 1:
             return
         moments = self._resolve_moments(worker)
         if moments == "common":
-            self._common = CommonAdam(worker, self.x_hat)
+            self._common = self._adam = CommonAdam(worker, self.x_hat)
         if moments == "corrected":
             self._correction = Correction(worker)
         channel = comm.channel("background")
@@ -127,18 +131,22 @@ class Divisible(Method):
     def _hops(self, workers: int) -> int:
         return 1 if self.background is None else self.hops or (1 if workers <= FEW else 2)
 
+    def _longest(self) -> int:
+        return self.period if isinstance(self.period, int) else self.max_period
+
     def _journey(self, workers: int) -> int:
         """Steps from sending a piece to its mean."""
         return self.delay * self._hops(workers)
 
     def _resolve_moments(self, worker: Replica) -> str:
         unfit = CommonAdam.unfit(worker.optimizer)
-        shortest = self.max_period if self.period == "auto" else self.period
-        if unfit is None and isinstance(shortest, int) and shortest < (journey := self._journey(worker.comm.size)):
-            unfit = f"needs a period of at least the {journey} steps that a piece is on its way, not {shortest}"
+        journey, period = self._journey(worker.comm.size), self._longest()
+        if unfit is None and period < journey:
+            unfit = f"needs a period of at least the {journey} steps that a piece is on its way, not {period}"
         if self.moments == "common" and unfit is not None:
             raise ValueError(f"moments='common' {unfit}")
-        moments = self.moments or ("common" if unfit is None else "local")
+        is_long = self.period != "auto" and period > LONGEST_COMMON
+        moments = self.moments or ("common" if unfit is None and not is_long else "local")
         own = [moments, CommonAdam.settings(worker.optimizer) if moments == "common" else ""]
         notes = worker.comm.meet("the moments of Divisible", own)
         for what, values in zip(("moments", "settings of the optimizer"), zip(*notes, strict=True), strict=True):
@@ -257,6 +265,10 @@ class Divisible(Method):
         if self._left is not None:
             columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
             pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
+        if pace.is_settled and pace.period > LONGEST_COMMON and self.moments is None and self._common is not None:
+            # From here on "local": own steps since the common vectors were made are moves like any others.
+            self.drain(worker)
+            self._common = None
 
     def _note_waiting(self, comm: Comm) -> None:
         now = comm.now()
@@ -271,7 +283,7 @@ class Divisible(Method):
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
-            "common": self._common.state_dict() if self._common is not None else None,
+            "common": [self._common.state_dict()] if self._common is not None else [],
             "correction": self._correction.state_dict() if self._correction is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
@@ -282,8 +294,9 @@ class Divisible(Method):
         residuals, common, correction, pace = (own.pop(name) for name in ("residuals", "common", "correction", "pace"))
         if isinstance(self._mean, OwnersMean):
             self._mean.residuals = residuals
+        self._common = self._adam if common else None
         if self._common is not None:
-            self._common.load_state_dict(common)
+            self._common.load_state_dict(*common)
         if self._correction is not None:
             self._correction.load_state_dict(correction)
         if self._pace is not None:

@@ -28,6 +28,11 @@ class Pace:
         self.next_window, self.rounds = FIRST, 0
         self._comm, self._warned = comm, False
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the first measurements are over."""
+        return self.rounds >= ROUNDS
+
     def is_measuring(self, step: int) -> bool:
         """The same on all ranks."""
         return step >= self.next_window

@@ -375,3 +375,47 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
 
     one_pass, step_by_step = run()
     assert torch.equal(one_pass, step_by_step)
+
+
+def test_with_a_long_period_workers_change_to_local(tmp_path: Any) -> None:
+    """ "auto" finds a period of 20 by step 17: what has been said by then counts, and all go on from there."""
+    assert not common_is_chosen(laconic.Divisible(8, 9))
+    assert common_is_chosen(laconic.Divisible(8, 8))
+    assert common_is_chosen(laconic.Divisible(8, 9, "common"))
+
+    def run() -> tuple[list[bool], list[Tensor], Tensor]:
+        model = nn.Linear(200, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        chosen, common_x = [], []
+        with laconic.Worker(model, optimizer, laconic.Divisible(8, background=None)) as worker:
+            own: Any = worker.method
+            own._pace._decide = lambda computing, transfer: setattr(own._pace, "period", 20)
+            for _ in range(60):
+                model.weight.grad = torch.full((1, 200), 3.0 if worker.rank == 0 else 1.0)
+                optimizer.step()
+                chosen.append(own._common is not None)
+                common_x.append(own.x_hat.clone())
+                if len(chosen) == 30:
+                    worker.save(tmp_path / "checkpoint")
+        with laconic.Worker(model, optimizer, laconic.Divisible(8, background=None)) as worker:
+            worker.load(tmp_path / "checkpoint")
+            own = worker.method
+            assert own._common is None
+        return chosen, common_x, worker.x.clone()
+
+    results = laconic.spawn(run, 2)
+    for chosen, common_x, _ in results:
+        assert chosen == [True] * 16 + [False] * 44
+        assert all(torch.equal(x, y) for x, y in zip(common_x, results[0][1], strict=True))
+        torch.testing.assert_close(common_x[-1], torch.full((200,), -6.0), rtol=0.4, atol=0)
+
+
+def common_is_chosen(method: laconic.Method) -> bool:
+    def run() -> bool:
+        model = nn.Linear(5, 1)
+        with laconic.Worker(model, torch.optim.Adam(model.parameters()), method) as worker:
+            own: Any = worker.method
+            return own._common is not None
+
+    return laconic.spawn(run, 2)[0]
