@@ -110,6 +110,8 @@ class CommonAdam(Carried):
             return f"is for Adam and AdamW, not {type(optimizer).__name__}"
         if any(group["amsgrad"] for group in optimizer.param_groups):
             return "needs amsgrad=False"
+        if any(p.dtype == torch.float16 for group in optimizer.param_groups for p in group["params"]):
+            return "needs numbers of a wider range than float16"
         return None
 
     @staticmethod
@@ -123,10 +125,10 @@ class CommonAdam(Carried):
         self.m_hat, self.v_hat = torch.zeros_like(worker.x), torch.zeros_like(worker.x)
         self.since = Ranges([[d, 0]])  # the step that the common vectors are of
         self.rates: list[list[float]] = []  # of the latest steps, for each parameter group
+        self.count = 0  # the optimizer's steps before the worker's first
         self._worker, self._x_hat, self._started = worker, x_hat, False
         self._vectors: Vectors | None = None  # of this step
         number = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
-        self._first = {number[id(p)]: p for p in reversed(worker.parameters)}  # of each group
         self._groups = Ranges([[d, 0]])
         start = 0
         for p in worker.parameters:
@@ -144,6 +146,16 @@ class CommonAdam(Carried):
 
     def _go_on_from(self, moments: dict[str, Tensor]) -> None:
         """From an earlier training, if there was one."""
+        worker = self._worker
+        made = {round(float(worker.optimizer.state.get(p, {}).get("step", 0))) for p in worker.parameters}
+        by_rank = worker.comm.meet("the steps of the optimizer", sorted(made))
+        if len({count for counts in by_rank for count in counts}) > 1:
+            counts = "; ".join(f"{counts} on rank {rank}" for rank, counts in enumerate(by_rank))
+            raise ValueError(
+                f"moments='common' needs an optimizer that has made the same number of steps with all parameters, on "
+                f"all ranks, not {counts}; moments='local' does not"
+            )
+        self.count = made.pop() - (worker.step - 1)
         if M in moments:
             for name, common in ((M, self.m_hat), (V, self.v_hat)):
                 moments[name].copy_(self._worker.comm.mean(moments[name], out=common))
@@ -162,6 +174,8 @@ class CommonAdam(Carried):
         self.make_up(piece.step, part, mean, mean - own, piece.kept.pop(part.start))
 
     def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
+        if part.start == part.stop:  # of a row that has ended
+            return
         vectors, least = self._own().over(part), piece.kept.pop(part.start)
         if isinstance(codes.compressor, Blockwise) and codes.compressor.block == BLOCK and has_kernels(*vectors):
             from laconic.methods import common_kernels
@@ -175,13 +189,14 @@ class CommonAdam(Carried):
     def meet(self, block: slice) -> None:
         """Make up for all steps so far, also where a piece is on its way, which then comes too late."""
         step, comm = self._worker.step, self._worker.comm
-        own, rate = self.gain(step, block), sum(self.rates[-1])
+        own = self.gain(step, block)
+        rate = sum(i * rate for i, rate in enumerate(self.rates[-1], start=1))
         mean = comm.mean(torch.cat([own, own.new_tensor([rate])]))
         heard = float(mean[-1])
-        if abs(heard - rate) > 4 * torch.finfo(mean.dtype).eps * rate:
+        if abs(heard - rate) > max(4, comm.size) * torch.finfo(mean.dtype).eps * rate:
             raise ValueError(
                 f"learning rates must be the same on all ranks, and at step {step} rank {comm.rank} has "
-                f"{rate:.8g}, the mean of all is {heard:.8g}"
+                f"{self.rates[-1]}, which makes {rate:.8g}, and the mean of all is {heard:.8g}"
             )
         self.make_up(step, block, mean[:-1], mean[:-1] - own)
 
@@ -230,20 +245,19 @@ class CommonAdam(Carried):
 
     def _window(self, number: int, start: int, stop: int) -> Window:
         """From the end of one step to the end of another, in a parameter group."""
-        optimizer, now = self._worker.optimizer, self._worker.step
-        made = round(float(optimizer.state[self._first[number]]["step"]))
-        first = len(self.rates) - now
+        first = len(self.rates) - self._worker.step
         rates = [rates[number] for rates in self.rates[first + start : first + stop]]
-        return Window.of(optimizer.param_groups[number], rates, max(0, made - (now - start)))
+        return Window.of(self._worker.optimizer.param_groups[number], rates, self.count + start)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"m_hat": self.m_hat, "v_hat": self.v_hat, "since": self.since.entries, "rates": self.rates}
+        vectors = {"m_hat": self.m_hat, "v_hat": self.v_hat}
+        return vectors | {"since": self.since.entries, "rates": self.rates, "count": self.count}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.m_hat.copy_(saved["m_hat"])
         self.v_hat.copy_(saved["v_hat"])
-        self.since.entries, self.rates = saved["since"], saved["rates"]
-        self._vectors, self._started = None, True
+        self.since.entries, self.rates, self.count = saved["since"], saved["rates"], saved["count"]
+        self._vectors, self._started = None, self._worker.step > 0
 
 
 def has_kernels(*vectors: Tensor) -> bool:

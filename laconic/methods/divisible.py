@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from laconic.comm import Comm
@@ -229,6 +230,8 @@ class Divisible(Method):
         row = mean.layout.row
         stop = min(self.column + -(-row * every // self._period()), row)
         piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay)
+        if self._common is not None and any(piece.overlaps(other) for other in self._flying):
+            return  # a short sweep: what it has gained is known when the piece before is there
         self.column = stop % row
         mean.send(piece, self._carried(worker))
         self._flying.append(piece)
@@ -283,17 +286,18 @@ class Divisible(Method):
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
-            "common": [self._common.state_dict()] if self._common is not None else [],
+            **({"common": [self._common.state_dict()] if self._common is not None else []} if self._adam else {}),
             "correction": self._correction.state_dict() if self._correction is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        own = dict(saved)
-        self._flying = [Piece.from_state_dict(piece) for piece in own.pop("flying")]
-        residuals, common, correction, pace = (own.pop(name) for name in ("residuals", "common", "correction", "pace"))
+        own, device = dict(saved), self.x_hat.device
+        self._flying = [Piece.from_state_dict(moved(piece, device)) for piece in own.pop("flying")]
+        residuals, correction, pace = (own.pop(name) for name in ("residuals", "correction", "pace"))
+        common = own.pop("common", [])
         if isinstance(self._mean, OwnersMean):
-            self._mean.residuals = residuals
+            self._mean.residuals = moved(residuals, device)
         self._common = self._adam if common else None
         if self._common is not None:
             self._common.load_state_dict(*common)
@@ -302,6 +306,15 @@ class Divisible(Method):
         if self._pace is not None:
             self._pace.load_state_dict(pace)
         super().load_state_dict(own)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """What a checkpoint holds, with its tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(entry, device) for key, entry in value.items()}
+    return [moved(entry, device) for entry in value] if isinstance(value, list) else value
 
 
 def foreground_block(step: int, d: int, ratio: int) -> slice:

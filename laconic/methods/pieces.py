@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,10 @@ class Piece:
     kept: dict[int, Tensor] = field(default_factory=dict)  # by a part's start: what its codes are to be read with
     messages: int = 0  # sent so far
     pending: Pending[Any] | None = None
+
+    def overlaps(self, other: Piece) -> bool:
+        pairs = itertools.product(self.parts, other.parts)
+        return any(max(one.start, two.start) < min(one.stop, two.stop) for one, two in pairs)
 
     def wait(self) -> Any:
         assert self.pending is not None

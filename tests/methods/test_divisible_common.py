@@ -226,6 +226,73 @@ def test_goes_on_from_an_earlier_training() -> None:
         torch.testing.assert_close(x, torch.full((d,), -steps * 1e-3 / 5**0.5), rtol=1e-2, atol=0)
 
 
+def test_an_optimizer_that_has_made_other_steps_on_one_rank() -> None:
+    def run() -> str:
+        model = nn.Linear(5, 1, bias=False)
+        optimizer = torch.optim.Adam(model.parameters())
+        if rank() == 1:
+            old = {"step": torch.tensor(7.0), "exp_avg": torch.ones(1, 5), "exp_avg_sq": torch.ones(1, 5)}
+            optimizer.state[model.weight] = old
+        with pytest.raises(ValueError) as error, laconic.Worker(model, optimizer, laconic.Divisible(8, 3)):
+            model.weight.grad = torch.ones(1, 5)
+            optimizer.step()
+        return str(error.value)
+
+    for text in laconic.spawn(run, 2):
+        assert "the same number of steps with all parameters, on all ranks, not [0] on rank 0; [7] on rank 1" in text
+
+
+def test_saved_before_the_first_step(tmp_path: Any) -> None:
+    """An optimizer with an earlier training's m and v, which a checkpoint at step 0 must not hide."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        results = []
+        for saves in (True, False):
+            model = nn.Linear(50, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            old = {"step": torch.tensor(1e4), "exp_avg": torch.ones(1, 50), "exp_avg_sq": torch.full((1, 50), 5.0)}
+            optimizer.state[model.weight] = old
+            with laconic.Worker(model, optimizer, laconic.Divisible(8, 3)) as worker:
+                if saves:
+                    worker.save(tmp_path)
+                    worker.load(tmp_path)
+                for _ in range(5):
+                    model.weight.grad = torch.ones(1, 50)
+                    optimizer.step()
+            results.append(worker.x.clone())
+        return results[0], results[1]
+
+    for with_save, without in laconic.spawn(run, 2):
+        assert torch.equal(with_save, without)
+
+
+@pytest.mark.parametrize(
+    ("d", "settings"),
+    [(6, {"period": 4, "hops": 2}), (5, {"period": 4, "delay": 4, "hops": 1}), (1, {"period": 2, "background": None})],
+)
+def test_few_coordinates(d: int, settings: Any) -> None:
+    """Fewer than workers and pieces: rows that have ended, and sweeps that are shorter than the period."""
+
+    def run() -> Tensor:
+        model = nn.Linear(d, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with laconic.Worker(model, optimizer, laconic.Divisible(10**6, moments="common", **settings)) as worker:
+            own: Any = worker.method
+            for _ in range(40):
+                model.weight.grad = torch.full((1, d), 1.0 + worker.rank)
+                optimizer.step()
+                flying = [i for piece in own._flying for part in piece.parts for i in range(part.start, part.stop)]
+                assert len(flying) == len(set(flying)), "nothing is on its way twice"
+        return worker.x.clone()
+
+    results = laconic.spawn(run, 5)
+    for x in results:
+        assert torch.equal(x, results[0])
+        torch.testing.assert_close(x, torch.full((d,), -4.0), rtol=0.3, atol=0)
+
+
 def test_a_parameter_that_only_one_worker_has_gradients_for() -> None:
     def run() -> tuple[Tensor, Tensor]:
         model = nn.ParameterList([torch.zeros(40), torch.zeros(60)])
