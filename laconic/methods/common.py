@@ -8,7 +8,6 @@ of the mean gradient, all ranks alike; that takes the place of the own steps, an
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +42,7 @@ class Vectors(NamedTuple):
         return Vectors(*(vector[part] for vector in self))
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """k steps of Adam that are made at once, as factors of the vectors.
 
     Of the gradients in the window only Σ (1−β₁) β₁ʲ g is known, with j the steps from each to the window's end: the
@@ -315,7 +313,7 @@ def make_up(
     if has_kernels(*vectors, mean, change):
         from laconic.methods import common_kernels
 
-        common_kernels.make_up(vectors, mean, change, astuple(window), astuple(since), least, offset)
+        common_kernels.make_up(vectors, mean, change, window, since, least, offset)
     else:
         make_up_torch(vectors, mean, change, window, since, least, offset)
 

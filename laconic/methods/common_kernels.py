@@ -6,8 +6,6 @@ Each loop works on few vectors, or the compiler would not use the processor's: i
 # mypy: ignore-errors
 # (numba compiles a dialect of Python that mypy takes for Python)
 
-from dataclasses import astuple, fields
-
 import numpy as np
 from numba import njit
 from torch import Tensor
@@ -18,7 +16,7 @@ from laconic.methods.carried import Codes
 
 BLOCK = common.BLOCK
 NO_UNITS = np.empty(0, np.float32)
-PASS = ((-1.0,) * len(fields(common.Window)),) * 2  # nothing is made up for
+PASS = ((-1.0,) * len(common.Window._fields),) * 2  # nothing is made up for
 
 
 def take_gain(vectors: common.Vectors, kept: float, out: Tensor, least: Tensor | None, offset: int) -> None:
@@ -30,8 +28,8 @@ def make_up(
     vectors: common.Vectors,
     mean: Tensor,
     change: Tensor,
-    window: tuple[float, ...],
-    since: tuple[float, ...],
+    window: common.Window,
+    since: common.Window,
     least: Tensor | None,
     offset: int,
 ) -> None:
@@ -49,7 +47,7 @@ def settle(vectors: common.Vectors, codes: Codes, cuts: list[common.Cut], least:
             stops.append(cut.part.start)
             windows.append(PASS)
         stops.append(cut.part.stop)
-        windows.append((astuple(cut.window), astuple(cut.since)))
+        windows.append((cut.window, cut.since))
     stops.append(numel + 1)  # there is always one more
     windows.append(PASS)
     readable = codes.compressor.readable(codes.codes, codes.weights, codes.own, numel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -133,7 +132,7 @@ def test_kernels_give_the_same_bits(
     ours, theirs = values.clone(), values.clone()
     least = torch.rand((offset + d) // 2048 + 1, generator=generator) if has_units else None
     common.make_up_torch(Vectors(*ours[:6]), ours[6], ours[7], *windows, least, offset)
-    common_kernels.make_up(Vectors(*theirs[:6]), theirs[6], theirs[7], *map(astuple, windows), least, offset)
+    common_kernels.make_up(Vectors(*theirs[:6]), theirs[6], theirs[7], *windows, least, offset)
     assert torch.equal(ours[:6], theirs[:6])
     gain, other = torch.empty(2, d)
     common.take_gain_torch(Vectors(*ours[:6]), 0.7, gain, least, offset)
