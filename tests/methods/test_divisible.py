@@ -138,13 +138,13 @@ ORACLE: dict[int, list[tuple[str, int, int | None, int, str, Compressor | None]]
     # workers: optimizer, ratio, period, delay, moments, background
     2: [
         ("adam", 8, 3, 1, "local", None),
+        ("adam", 83, 100, 1, "local", None),
+        ("sgd", 8, 4, 1, "local", Log(4)),
         ("adam", 1024, 5, 3, "averaged", None),
     ],
     3: [
         ("sgd", 7, 2, 2, "averaged", None),
-        ("adam", 83, 100, 1, "local", None),
         ("adam", 8, 3, 2, "corrected", None),
-        ("sgd", 8, 4, 1, "local", Log(4)),
     ],
     4: [
         ("sgd", 1, None, 1, "local", None),
