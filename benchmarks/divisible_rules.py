@@ -145,10 +145,6 @@ class Replica:
         self._task.loss(self.model, self._shard.batch(step - 1)).backward()
         return self.g
 
-    def v(self) -> list[Tensor]:
-        """Adam's, of each parameter, which from the first step on is a view of a vector as x is."""
-        return [self.optimizer.state[p]["exp_avg_sq"] for p in self.model.parameters()]
-
     def step(self) -> None:
         self.optimizer.step()
         if self.schedule is not None:

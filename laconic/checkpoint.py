@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,12 +146,17 @@ def require_same_form(what: str, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def cloned(value: Any) -> Any:
+    return with_tensors(value, Tensor.clone)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a checkpoint holds, with each of its tensors changed."""
     if isinstance(value, Tensor):
-        return value.clone()
+        return change(value)
     if isinstance(value, dict):
-        return {key: cloned(entry) for key, entry in value.items()}
+        return {key: with_tensors(entry, change) for key, entry in value.items()}
     if isinstance(value, list):
-        return [cloned(entry) for entry in value]
+        return [with_tensors(entry, change) for entry in value]
     return value
 
 

@@ -28,10 +28,6 @@ class Replica(Protocol):
         """Those that are trained, in the order in which they lie in x."""
 
     @property
-    def numels(self) -> list[int]:
-        """The length of each parameter's part of x, in order."""
-
-    @property
     def comm(self) -> Comm: ...
 
     @property

@@ -95,10 +95,6 @@ class Worker:
         return self._flat.parameters
 
     @property
-    def numels(self) -> list[int]:
-        return [p.numel() for p in self._flat.parameters]
-
-    @property
     def rank(self) -> int:
         return self.comm.rank
 

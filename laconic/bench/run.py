@@ -27,7 +27,7 @@ from laconic.bench.ways import Asked, Reading
 from laconic.launch import WorkerFailed, spawn
 from laconic.tasks import Task
 
-PRELOAD = ["laconic.compress.loaded", "laconic.bench.run"]
+PRELOAD = ["laconic.loaded", "laconic.bench.run"]
 STEADY_AFTER = 3  # steps that open connections and fill caches, left out of the seconds of an average step
 
 

@@ -18,7 +18,7 @@ from laconic.compress.blockwise import Blockwise
 from laconic.method import Replica
 from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Piece
-from laconic.methods.ranges import Ranges
+from laconic.methods.ranges import Ranges, seen_from
 
 M, V = "exp_avg", "exp_avg_sq"
 BLOCK = 2048
@@ -202,19 +202,24 @@ class CommonAdam(Carried):
         unit = units(self.v_hat[part], piece.kept[part.start], 0)
         for run, since in self.since.within(part):
             if since >= piece.step:
-                unit[run.start - part.start : run.stop - part.start] = 0
+                unit[seen_from(run, part)] = 0
         return unit
 
     def gain(self, step: int, part: slice, least: Tensor | None = None) -> Tensor:
         """What the own gradients have added to m up to this step, which is now; in units, if these are given."""
         vectors = self._own()
         gain = torch.empty_like(vectors.m[part])
-        for run, since in self.since.within(part):
-            for cut, group in self._groups.within(run):
-                kept = self._worker.optimizer.param_groups[group]["betas"][0] ** (step - since)
-                here = slice(cut.start - part.start, cut.stop - part.start)
-                take_gain(vectors.over(cut), kept, gain[here], least, here.start)
+        for run, since, group in self._runs(part):
+            kept = self._worker.optimizer.param_groups[group]["betas"][0] ** (step - since)
+            here = seen_from(run, part)
+            take_gain(vectors.over(run), kept, gain[here], least, here.start)
         return gain
+
+    def _runs(self, part: slice) -> list[tuple[slice, int, int]]:
+        """Coordinates of one age and group, that step, and the group's number."""
+        return [
+            (run, since, group) for aged, since in self.since.within(part) for run, group in self._groups.within(aged)
+        ]
 
     def make_up(self, step: int, part: slice, mean: Tensor, change: Tensor, least: Tensor | None = None) -> None:
         """The mean of the gains up to a step, and the mean less what this rank has said."""
@@ -226,13 +231,11 @@ class CommonAdam(Carried):
     def _cuts(self, step: int, part: slice) -> list[Cut]:
         """What is to be made up for with news up to a step, and from now on is."""
         cuts, now = [], self._worker.step
-        for run, since in list(self.since.within(part)):
-            if since >= step:  # the foreground has been here, and was told of all steps up to then
-                continue
-            for cut, group in self._groups.within(run):
-                here = slice(cut.start - part.start, cut.stop - part.start)
-                cuts.append(Cut(here, self._window(group, since, step), self._window(group, step, now)))
-            self.since.put(run, step)
+        for run, since, group in self._runs(part):
+            if since < step:  # else the foreground has been here, and was told of all steps up to then
+                windows = self._window(group, since, step), self._window(group, step, now)
+                cuts.append(Cut(seen_from(run, part), *windows))
+                self.since.put(run, step)
         return cuts
 
     def _own(self) -> Vectors:

@@ -10,7 +10,7 @@ from torch import Tensor
 from laconic.method import Replica
 from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Piece
-from laconic.methods.ranges import Ranges
+from laconic.methods.ranges import Ranges, seen_from
 
 
 class Correction(Carried):
@@ -35,7 +35,7 @@ class Correction(Carried):
         total = self.total[part]
         mean = torch.empty_like(total)
         for run, last in self.sent.within(part):
-            here = slice(run.start - part.start, run.stop - part.start)
+            here = seen_from(run, part)
             torch.div(total[here], piece.step - last, out=mean[here])
         self.sent.put(part, piece.step)
         total.zero_()

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
+from laconic.checkpoint import with_tensors
 from laconic.comm import Comm
 from laconic.compress import Compressor, Log, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
@@ -132,16 +132,14 @@ class Divisible(Method):
     def _hops(self, workers: int) -> int:
         return 1 if self.background is None else self.hops or (1 if workers <= FEW else 2)
 
-    def _longest(self) -> int:
-        return self.period if isinstance(self.period, int) else self.max_period
-
     def _journey(self, workers: int) -> int:
         """Steps from sending a piece to its mean."""
         return self.delay * self._hops(workers)
 
     def _resolve_moments(self, worker: Replica) -> str:
         unfit = CommonAdam.unfit(worker.optimizer)
-        journey, period = self._journey(worker.comm.size), self._longest()
+        journey = self._journey(worker.comm.size)
+        period = self.period if isinstance(self.period, int) else self.max_period
         if unfit is None and period < journey:
             unfit = f"needs a period of at least the {journey} steps that a piece is on its way, not {period}"
         if self.moments == "common" and unfit is not None:
@@ -286,18 +284,19 @@ class Divisible(Method):
             **super().state_dict(),
             "flying": [piece.state_dict() for piece in self._flying],
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
-            **({"common": [self._common.state_dict()] if self._common is not None else []} if self._adam else {}),
+            **({} if self._adam is None else {"common": [self._common.state_dict()] if self._common else []}),
             "correction": self._correction.state_dict() if self._correction is not None else None,
             "pace": self._pace.state_dict() if self._pace is not None else None,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        own, device = dict(saved), self.x_hat.device
-        self._flying = [Piece.from_state_dict(moved(piece, device)) for piece in own.pop("flying")]
-        residuals, correction, pace = (own.pop(name) for name in ("residuals", "correction", "pace"))
-        common = own.pop("common", [])
+        own = dict(saved)
+        # They work on these themselves, and a checkpoint is read into main memory.
+        flying, residuals = with_tensors([own.pop("flying"), own.pop("residuals")], lambda t: t.to(self.x_hat.device))
+        self._flying = [Piece.from_state_dict(piece) for piece in flying]
+        correction, pace, common = own.pop("correction"), own.pop("pace"), own.pop("common", [])
         if isinstance(self._mean, OwnersMean):
-            self._mean.residuals = moved(residuals, device)
+            self._mean.residuals = residuals
         self._common = self._adam if common else None
         if self._common is not None:
             self._common.load_state_dict(*common)
@@ -306,15 +305,6 @@ class Divisible(Method):
         if self._pace is not None:
             self._pace.load_state_dict(pace)
         super().load_state_dict(own)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """What a checkpoint holds, with its tensors on the device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved(entry, device) for key, entry in value.items()}
-    return [moved(entry, device) for entry in value] if isinstance(value, list) else value
 
 
 def foreground_block(step: int, d: int, ratio: int) -> slice:

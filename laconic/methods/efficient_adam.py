@@ -108,7 +108,7 @@ class EfficientAdam(Method):
         """The packed order, and the quantized and the exact pieces of each chunk. Where they are cut does not depend
         on who serves them, so neither does the result."""
         servers = [r if self.server == "sharded" else self.server for r in self._workers]
-        runs, exact_from = pack(worker.numels, self.exact_below)
+        runs, exact_from = pack([p.numel() for p in worker.parameters], self.exact_below)
         d, unit = worker.x.numel(), math.lcm(block_of(self.up), block_of(self.down))
         return runs, cut(0, exact_from, unit, self.chunk, servers), cut(exact_from, d, 1, d, servers)
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 
+def seen_from(part: slice, other: slice) -> slice:
+    """A range of a vector, as a range of another part of it that holds it."""
+    return slice(part.start - other.start, part.stop - other.start)
+
+
 class Ranges:
     """`entries`: [where it ends, its number], for ranges that follow one another from 0 on."""
 
