@@ -22,9 +22,9 @@ for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=T
 _anchor, _ = anchor.lay_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
-_vectors = common.Vectors(*(_x.square() for _ in common.Vectors._fields))
-_group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
-_least = common.least_units(_vectors.v_hat)
-common.take_gain(_vectors, 0.5, torch.empty_like(_x), _least, 0)
-_window = common.Window.of(_group, [1e-3], 0)
-common.make_up(_vectors, _x.clone(), _x.clone(), _window, _window, _least, 0)
+if _kernels := common.find_kernels(_x):
+    _vectors = common.Vectors(*(_x.square() for _ in common.Vectors._fields))
+    _group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
+    _window = common.Window.of(_group, [1e-3], 0)
+    _gain = _kernels.gain(_vectors, [common.Run(slice(0, _x.numel()), 0.5)])
+    _kernels.make_up(_vectors, _gain, _gain, [common.Cut(slice(0, _x.numel()), _window, _window)])

@@ -120,9 +120,8 @@ class Blockwise(Compressor):
         if not kernels:
             super()._encode_difference(x, base, out, step)
             return
-        kind, key = getattr(kernels.blockwise, self._kind), np.uint64(self._key(step))
-        vectors = (x.numpy(), base.numpy())
-        if not kernels.settle.encode_difference(kind, self.bits, self.block, *vectors, key, out.numpy()):
+        vectors = (x.numpy(), base.numpy(), out.numpy())
+        if not kernels.settle.encode_difference(*self.coding(step), *vectors):
             raise not_finite(x - base)
 
     def _settle(
@@ -136,15 +135,21 @@ class Blockwise(Compressor):
         readable = self.readable(codes, weights, own, x.numel())
         kernels.settle.settle(*readable, x.numpy(), other.numpy(), base is not None)
 
+    def _settings(self) -> tuple[int, int, int]:
+        return getattr(kernels_for().blockwise, self._kind), self.bits, self.block
+
+    def coding(self, step: int) -> tuple[Any, ...]:
+        """What the kernels that encode are told."""
+        return *self._settings(), np.uint64(self._key(step))
+
     def readable(self, codes: Sequence[Tensor], weights: Sequence[float], own: int, numel: int) -> tuple[Any, ...]:
         """What the kernel `read_block` is told of codes in main memory, after a look at them."""
         kernels = kernels_for(*codes)
         for code in codes:
             if not kernels.blockwise.scales_are_valid(self.bits, self.block, code.numpy(), self._blocks(numel)):
                 raise self._bad_scale(code)
-        settings = (getattr(kernels.blockwise, self._kind), self.bits, self.block)
         addresses = np.array([code.data_ptr() for code in codes], np.uint64)
-        return *settings, addresses, codes[0].numel(), np.array(weights, np.float32), own
+        return *self._settings(), addresses, codes[0].numel(), np.array(weights, np.float32), own
 
     def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
         kernels = kernels_for(residual, out)

@@ -8,6 +8,7 @@ of the mean gradient, all ranks alike; that takes the place of the own steps, an
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from laconic.compress.backend import kernels_for
 from laconic.compress.blockwise import Blockwise
+from laconic.compress.compressor import Compressor, not_finite
 from laconic.method import Replica
 from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Piece
@@ -25,6 +27,7 @@ BLOCK = 2048
 LEAST_UNIT = 0.01  # of the largest in its block
 NOISE = 0.5  # the share of a surprise that is noise; the rest is that gradients have changed
 TINY = 1e-12
+HALF_BIAS = 0x1FBD1DF5  # about half the bits of 1.0, such that errors up and down are alike
 LARGE = 1 << 10  # from here on the compiled kernels save more than it takes to load them
 
 
@@ -90,6 +93,13 @@ class Window(NamedTuple):
         )
 
 
+class Run(NamedTuple):
+    """A range of a part, in which m̂ is of one step."""
+
+    part: slice
+    kept: float  # of m̂ in m
+
+
 class Cut(NamedTuple):
     """A range of a part, in which all coordinates are made up for in the same way."""
 
@@ -130,8 +140,13 @@ class CommonAdam(Carried):
         self._groups = Ranges([[d, 0]])
         start = 0
         for p in worker.parameters:
-            self._groups.put(slice(start, start + p.numel()), number[id(p)])
+            self._groups.raise_to(slice(start, start + p.numel()), number[id(p)])
             start += p.numel()
+        self._kernels = find_kernels(worker.x)
+        self._gain, self._make_up = gain, make_up
+        if self._kernels is not None:
+            self._gain, self._make_up = self._kernels.gain, self._kernels.make_up
+        self._windows: dict[tuple[int, int, int], Window] = {}  # that have been asked for in this step
 
     def before_step(self) -> None:
         if not self._started:
@@ -160,34 +175,42 @@ class CommonAdam(Carried):
 
     def after_step(self) -> None:
         self._vectors = None
+        self._windows.clear()
         self.rates.append([float(group["lr"]) for group in self._worker.optimizer.param_groups])
         oldest = min(since for _, since in self.since.entries)
         del self.rates[: len(self.rates) - (self._worker.step - oldest)]
 
     def take(self, piece: Piece, part: slice) -> Tensor:
-        piece.kept[part.start] = units = least_units(self.v_hat[part])
-        return self.gain(piece.step, part, units)
+        piece.kept[part.start] = least = least_units(self.v_hat[part])
+        return self._gain(self._own().over(part), self._runs(part), least)
 
     def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
-        self.make_up(piece.step, part, mean, mean - own, piece.kept.pop(part.start))
+        least = piece.kept.pop(part.start)
+        self._make_up(self._own().over(part), mean, own, self._cuts(piece.step, part), least)
+
+    def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
+        if self._kernels is None or not in_blocks(compressor):
+            super().encode(piece, part, compressor, out)
+            return
+        vectors, runs = self._own().over(part), self._runs(part)
+        piece.kept[part.start] = least = self.v_hat.new_empty(-(-(part.stop - part.start) // BLOCK))
+        if not self._kernels.encode(vectors, runs, compressor, piece.step, least, out):
+            raise not_finite(self._gain(vectors, runs, least_units(vectors.v_hat)))
 
     def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
         if part.start == part.stop:  # of a row that has ended
             return
-        vectors, least = self._own().over(part), piece.kept.pop(part.start)
-        if isinstance(codes.compressor, Blockwise) and codes.compressor.block == BLOCK and has_kernels(*vectors):
-            from laconic.methods import common_kernels
-
-            common_kernels.settle(vectors, codes, self._cuts(piece.step, part), least)
-        else:
-            mean, change = vectors.x.new_zeros(2, part.stop - part.start)
-            codes.settle(change, mean)
-            self.make_up(piece.step, part, mean, change, least)
+        if self._kernels is None or not in_blocks(codes.compressor):
+            super().settle(piece, part, codes)
+            return
+        least = piece.kept.pop(part.start)
+        self._kernels.settle(self._own().over(part), codes, self._cuts(piece.step, part), least)
 
     def meet(self, block: slice) -> None:
         """Make up for all steps so far, also where a piece is on its way, which then comes too late."""
         step, comm = self._worker.step, self._worker.comm
-        own = self.gain(step, block)
+        vectors = self._own().over(block)
+        own = self._gain(vectors, self._runs(block))
         rate = sum(i * rate for i, rate in enumerate(self.rates[-1], start=1))
         mean = comm.mean(torch.cat([own, own.new_tensor([rate])]))
         heard = float(mean[-1])
@@ -196,46 +219,37 @@ class CommonAdam(Carried):
                 f"learning rates must be the same on all ranks, and at step {step} rank {comm.rank} has "
                 f"{self.rates[-1]}, which makes {rate:.8g}, and the mean of all is {heard:.8g}"
             )
-        self.make_up(step, block, mean[:-1], mean[:-1] - own)
+        self._make_up(vectors, mean[:-1], own, self._cuts(step, block))
 
     def unit(self, piece: Piece, part: slice) -> Tensor:
-        unit = units(self.v_hat[part], piece.kept[part.start], 0)
+        unit = units(self.v_hat[part], piece.kept[part.start])
         for run, since in self.since.within(part):
             if since >= piece.step:
                 unit[seen_from(run, part)] = 0
         return unit
 
-    def gain(self, step: int, part: slice, least: Tensor | None = None) -> Tensor:
-        """What the own gradients have added to m up to this step, which is now; in units, if these are given."""
-        vectors = self._own()
-        gain = torch.empty_like(vectors.m[part])
-        for run, since, group in self._runs(part):
-            kept = self._worker.optimizer.param_groups[group]["betas"][0] ** (step - since)
-            here = seen_from(run, part)
-            take_gain(vectors.over(run), kept, gain[here], least, here.start)
-        return gain
-
-    def _runs(self, part: slice) -> list[tuple[slice, int, int]]:
+    def _ages(self, part: slice) -> list[tuple[slice, int, int]]:
         """Coordinates of one age and group, that step, and the group's number."""
         return [
             (run, since, group) for aged, since in self.since.within(part) for run, group in self._groups.within(aged)
         ]
 
-    def make_up(self, step: int, part: slice, mean: Tensor, change: Tensor, least: Tensor | None = None) -> None:
-        """The mean of the gains up to a step, and the mean less what this rank has said."""
-        vectors = self._own().over(part)
-        for cut in self._cuts(step, part):
-            here = cut.part
-            make_up(vectors.over(here), mean[here], change[here], cut.window, cut.since, least, here.start)
+    def _runs(self, part: slice) -> list[Run]:
+        groups, now = self._worker.optimizer.param_groups, self._worker.step
+        return [
+            Run(seen_from(run, part), groups[group]["betas"][0] ** (now - since))
+            for run, since, group in self._ages(part)
+        ]
 
     def _cuts(self, step: int, part: slice) -> list[Cut]:
         """What is to be made up for with news up to a step, and from now on is."""
-        cuts, now = [], self._worker.step
-        for run, since, group in self._runs(part):
-            if since < step:  # else the foreground has been here, and was told of all steps up to then
-                windows = self._window(group, since, step), self._window(group, step, now)
-                cuts.append(Cut(seen_from(run, part), *windows))
-                self.since.put(run, step)
+        now = self._worker.step
+        cuts = [
+            Cut(seen_from(run, part), self._window(group, since, step), self._window(group, step, now))
+            for run, since, group in self._ages(part)
+            if since < step  # else the foreground has been here, and was told of all steps up to then
+        ]
+        self.since.raise_to(part, step)
         return cuts
 
     def _own(self) -> Vectors:
@@ -246,9 +260,13 @@ class CommonAdam(Carried):
 
     def _window(self, number: int, start: int, stop: int) -> Window:
         """From the end of one step to the end of another, in a parameter group."""
-        first = len(self.rates) - self._worker.step
-        rates = [rates[number] for rates in self.rates[first + start : first + stop]]
-        return Window.of(self._worker.optimizer.param_groups[number], rates, self.count + start)
+        window = self._windows.get((number, start, stop))
+        if window is None:
+            first = len(self.rates) - self._worker.step
+            rates = [rates[number] for rates in self.rates[first + start : first + stop]]
+            window = Window.of(self._worker.optimizer.param_groups[number], rates, self.count + start)
+            self._windows[number, start, stop] = window
+        return window
 
     def state_dict(self) -> dict[str, Any]:
         vectors = {"m_hat": self.m_hat, "v_hat": self.v_hat}
@@ -261,8 +279,17 @@ class CommonAdam(Carried):
         self._vectors, self._started = None, self._worker.step > 0
 
 
-def has_kernels(*vectors: Tensor) -> bool:
-    return vectors[0].numel() >= LARGE and kernels_for(*vectors) is not None
+def find_kernels(x: Tensor) -> ModuleType | None:
+    if x.numel() < LARGE or kernels_for(x) is None:
+        return None
+    from laconic.methods import common_kernels
+
+    return common_kernels
+
+
+def in_blocks(compressor: Compressor) -> bool:
+    """Whether its blocks are those of the units."""
+    return isinstance(compressor, Blockwise) and compressor.block == BLOCK
 
 
 def least_units(v_hat: Tensor) -> Tensor:
@@ -271,64 +298,40 @@ def least_units(v_hat: Tensor) -> Tensor:
     largest = full.view(-1, BLOCK).amax(1)
     if rest.numel():
         largest = torch.cat([largest, rest.amax().reshape(1)])
-    return _sqrt(largest) * LEAST_UNIT + TINY
+    return _about_root(largest) * LEAST_UNIT + TINY
 
 
-def units(v_hat: Tensor, least: Tensor, offset: int) -> Tensor:
-    """What gains are told in, from an offset within the blocks on: √v̂, so that they are alike and suit any code.
+def units(v_hat: Tensor, least: Tensor) -> Tensor:
+    """What gains are told in: about √v̂, so that they are alike and suit any code.
 
     Where a gradient was hardly ever seen, the first one would be many units, and leave no code for its neighbours.
     """
-    of_block = least.repeat_interleave(BLOCK)[offset : offset + v_hat.numel()]
-    return torch.maximum(_sqrt(v_hat), of_block)
+    return torch.maximum(_about_root(v_hat), least.repeat_interleave(BLOCK)[: v_hat.numel()])
 
 
-def take_gain(vectors: Vectors, kept: float, out: Tensor, least: Tensor | None, offset: int) -> None:
+def gain(vectors: Vectors, runs: list[Run], least: Tensor | None = None) -> Tensor:
     """What m has gained over what has been kept of m̂; in units, if these are given."""
-    if has_kernels(*vectors):
-        from laconic.methods import common_kernels
-
-        common_kernels.take_gain(vectors, kept, out, least, offset)
-    else:
-        take_gain_torch(vectors, kept, out, least, offset)
+    gain = torch.empty_like(vectors.m)
+    for part, kept in runs:
+        torch.sub(vectors.m[part], vectors.m_hat[part] * kept, out=gain[part])
+    return gain if least is None else gain.div_(units(vectors.v_hat, least))
 
 
-def take_gain_torch(vectors: Vectors, kept: float, out: Tensor, least: Tensor | None, offset: int) -> None:
-    torch.sub(vectors.m, vectors.m_hat * kept, out=out)
-    if least is not None:
-        out /= units(vectors.v_hat, least, offset)
+def make_up(vectors: Vectors, mean: Tensor, said: Tensor, cuts: list[Cut], least: Tensor | None = None) -> None:
+    """Make the steps of the windows in the common vectors; the own ones are ahead of them by the own steps since.
 
-
-def make_up(
-    vectors: Vectors,
-    mean: Tensor,
-    change: Tensor,
-    window: Window,
-    since: Window,
-    least: Tensor | None,
-    offset: int,
-) -> None:
-    """Make the steps of the window in the common vectors; the own ones are ahead of them by the own steps since.
-
-    The mean of the gains, and the mean less what this rank has said, are in units, if these are given. The kernels give
-    the same bits, and use them up.
+    The mean of the gains, and what this rank has said, are in units, if these are given. Kernels give the same bits.
     """
-    if has_kernels(*vectors, mean, change):
-        from laconic.methods import common_kernels
-
-        common_kernels.make_up(vectors, mean, change, window, since, least, offset)
-    else:
-        make_up_torch(vectors, mean, change, window, since, least, offset)
-
-
-def make_up_torch(
-    vectors: Vectors, mean: Tensor, change: Tensor, w: Window, since: Window, least: Tensor | None, offset: int
-) -> None:
-    x_hat, m_hat, v_hat, x, m, v = vectors
-    gain = mean
+    gain, change = mean, mean - said
     if least is not None:
-        unit = units(v_hat, least, offset)
-        gain, change = mean * unit, change * unit
+        unit = units(vectors.v_hat, least)
+        gain, change = gain * unit, change * unit
+    for part, window, since in cuts:
+        _make_up_cut(vectors.over(part), gain[part], change[part], window, since)
+
+
+def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, w: Window, since: Window) -> None:
+    x_hat, m_hat, v_hat, x, m, v = vectors
     g = gain * w.spread
     surprise = g - m_hat * w.before
     v_hat.mul_(w.kept_v).add_((g * g + surprise * surprise * w.noise) * w.new_v)
@@ -343,6 +346,11 @@ def make_up_torch(
     root = _sqrt(torch.maximum(v, v_since) * since.unbiased) + since.eps  # with the v of then, own steps were no longer
     torch.sub(x_hat * since.decay, (m_hat * since.coast + gain * since.push) / root, out=x)
     v.copy_(v_since)
+
+
+def _about_root(x: Tensor) -> Tensor:
+    """√x within 4 %: half the bits of a float are half its logarithm. Cheap, and the same on any processor."""
+    return ((x.float().view(torch.int32) >> 1) + HALF_BIAS).view(torch.float32).to(x.dtype)
 
 
 def _sqrt(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Correction(Carried):
         for run, last in self.sent.within(part):
             here = seen_from(run, part)
             torch.div(total[here], piece.step - last, out=mean[here])
-        self.sent.put(part, piece.step)
+        self.sent.raise_to(part, piece.step)
         total.zero_()
         return mean
 

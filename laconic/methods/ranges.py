@@ -24,16 +24,17 @@ class Ranges:
                 yield slice(start, min(stop, wanted.stop)), number
                 start = stop
 
-    def put(self, wanted: slice, number: int) -> None:
-        """Give these coordinates another number."""
-        before = self.within(slice(0, wanted.start))
-        after = self.within(slice(wanted.stop, self.entries[-1][0]))
+    def raise_to(self, wanted: slice, least: int) -> None:
+        """Give those of these coordinates that have a smaller number this one."""
         entries: list[list[int]] = []
-        for part, own in [*before, (wanted, number), *after]:
-            if part.start == part.stop:
-                continue
-            if entries and entries[-1][1] == own:
-                entries[-1][0] = part.stop
-            else:
-                entries.append([part.stop, own])
+        start = 0
+        for stop, number in self.entries:
+            raised = max(number, least)
+            for end, own in ((min(stop, wanted.start), number), (min(stop, wanted.stop), raised), (stop, number)):
+                if end > start:
+                    if entries and entries[-1][1] == own:
+                        entries[-1][0] = end
+                    else:
+                        entries.append([end, own])
+                    start = end
         self.entries = entries

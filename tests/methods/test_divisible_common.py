@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.comm import Solo
-from laconic.compress import Compressor, Log, Uniform
+from laconic.compress import Compressor, Log, Sign, Uniform
 from laconic.methods import common
 from laconic.methods.carried import Codes
-from laconic.methods.common import CommonAdam, Vectors, Window
+from laconic.methods.common import CommonAdam, Cut, Run, Vectors, Window
 from laconic.methods.pieces import Piece
 from laconic.methods.ranges import Ranges
 from tests.helpers import adam, build_model, rank, train, train_step
@@ -117,11 +117,11 @@ def test_invariants_also_while_messages_are_in_flight(workers: int, settings: An
     st.integers(0, 1000),
     st.floats(0, 0.1),
     st.integers(1, 6000),
-    st.integers(0, 3000),
+    st.lists(st.integers(1, 6000), max_size=3),
     st.booleans(),
 )
 def test_kernels_give_the_same_bits(
-    rates: list[float], since: list[float], count: int, weight_decay: float, d: int, offset: int, has_units: bool
+    rates: list[float], since: list[float], count: int, weight_decay: float, d: int, ends: list[int], has_units: bool
 ) -> None:
     group = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": weight_decay, "decoupled_weight_decay": True}
     windows = Window.of(group, rates, count), Window.of(group, since, count + len(rates))
@@ -131,14 +131,25 @@ def test_kernels_give_the_same_bits(
     from laconic.methods import common_kernels
 
     ours, theirs = values.clone(), values.clone()
-    least = torch.rand((offset + d) // 2048 + 1, generator=generator) if has_units else None
-    common.make_up_torch(Vectors(*ours[:6]), ours[6], ours[7], *windows, least, offset)
-    common_kernels.make_up(Vectors(*theirs[:6]), theirs[6], theirs[7], *windows, least, offset)
+    least = torch.rand(-(-d // 2048), generator=generator) if has_units else None
+    bounds = sorted({0, d, *(end for end in ends if end < d)})
+    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    cuts = [Cut(part, *windows) for part in parts[::2]]  # some are passed over
+    common.make_up(Vectors(*ours[:6]), ours[6], ours[7], cuts, least)
+    common_kernels.make_up(Vectors(*theirs[:6]), theirs[6], theirs[7], cuts, least)
     assert torch.equal(ours[:6], theirs[:6])
-    gain, other = torch.empty(2, d)
-    common.take_gain_torch(Vectors(*ours[:6]), 0.7, gain, least, offset)
-    common_kernels.take_gain(Vectors(*ours[:6]), 0.7, other, least, offset)
-    assert torch.equal(gain, other)
+    runs = [Run(part, 0.7**i) for i, part in enumerate(parts)]
+    gain = common.gain(Vectors(*ours[:6]), runs, least)
+    assert torch.equal(gain, common_kernels.gain(Vectors(*ours[:6]), runs, least))
+
+    least = common.least_units(ours[2])
+    gain = common.gain(Vectors(*ours[:6]), runs, least)
+    for compressor in (Uniform(4), Uniform(8), Log(3), Uniform(4, stochastic=True), Sign()):
+        code, of_block = compressor.encode(gain, step=3), torch.empty_like(least)
+        out = torch.empty_like(code)
+        assert common_kernels.encode(Vectors(*ours[:6]), runs, compressor, 3, of_block, out)
+        assert torch.equal(out, code)
+        assert torch.equal(of_block, least)
 
 
 @pytest.mark.parametrize(
@@ -388,12 +399,12 @@ def test_ranks_whose_optimizers_differ(options: Any, message: str) -> None:
 
 
 @given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 3)), max_size=8))
-def test_ranges(d: int, puts: list[tuple[int, int, int]]) -> None:
+def test_ranges(d: int, raises: list[tuple[int, int, int]]) -> None:
     ranges, expected = Ranges([[d, 0]]), [0] * d
-    for first, second, number in puts:
+    for first, second, number in raises:
         part = slice(min(first, second, d), min(max(first, second), d))
-        ranges.put(part, number)
-        expected[part] = [number] * (part.stop - part.start)
+        ranges.raise_to(part, number)
+        expected[part] = [max(number, before) for before in expected[part]]
         found = [(i, number) for run, number in ranges.within(slice(0, d)) for i in range(run.start, run.stop)]
         assert found == list(enumerate(expected))
         assert [i for run, _ in ranges.within(part) for i in range(run.start, run.stop)] == list(range(d))[part]
@@ -421,8 +432,8 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
                 generator.manual_seed(5)
                 own = CommonAdam(worker, torch.zeros(d))
                 own.rates = [[0.01, 0.02]] * 3
-                own.since.put(slice(100, 2500), 1)
-                own.since.put(slice(2600, 2650), 2)
+                own.since.raise_to(slice(100, 2500), 1)
+                own.since.raise_to(slice(2600, 2650), 2)
                 vectors = own._own()
                 for i, vector in enumerate(vectors):
                     vector.copy_(torch.randn(d, generator=torch.Generator().manual_seed(i)).abs())
@@ -433,9 +444,7 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
                 if in_one_pass:
                     own.settle(piece, part, said)
                 else:
-                    mean, change = torch.zeros(2, 6000)
-                    said.settle(change, mean)
-                    own.make_up(2, part, mean, change, piece.kept[500])
+                    own.put(piece, part, said.mean(6000), compressor.decode(codes[1], 6000, step=2))
                 results.append(torch.stack(list(vectors)))
                 assert own.since.entries == [[100, 0], [500, 1], [6500, 2], [7000, 0]]
         return results[0], results[1]

@@ -12,6 +12,13 @@ from tests.oracles.divisible import foreground_blocks, moment, set_moment
 B1, B2, EPS = 0.9, 0.999, 1e-8
 
 
+def about_root(x: Tensor) -> Tensor:
+    """2ᵉ(1 + f), f < 1, has about the logarithm e + f."""
+    mantissa, exponent = torch.frexp(x)
+    half = (exponent - 1 + 2 * mantissa - 1) / 2 - 0.02252
+    return torch.where(x > 0, torch.exp2(half.floor()) * (1 + half - half.floor()), 0.0)
+
+
 def adam_window(
     x: Tensor, m: Tensor, v: Tensor, gain: Tensor, count: int, steps: int, lr: float, decay: float, grows: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +112,7 @@ def common_adam(
             make_up(*flying.pop(0))
 
         piece = pieces[(step - 1) % len(pieces)]
-        told, root = gains(piece), v_hat[piece].sqrt()
+        told, root = gains(piece), about_root(v_hat[piece])
         unit = torch.maximum(root, 0.01 * root.max() + 1e-12)
         if background is not None:
             told = [background.decode(background.encode(own / unit), len(own)) * unit for own in told]

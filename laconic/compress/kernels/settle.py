@@ -47,31 +47,42 @@ def difference_of(x, base, p):
 
 
 @njit(nogil=True, cache=True)
-def encode_difference(kind, bits, block, x, base, key, out):
+def encode_difference(kind, bits, block, key, x, base, out):
     """The code of x − base; false, and a code of no use, when some entry of it is not finite."""
-    codes, uppers, lanes = np.empty(block, np.uint8), np.empty(block, np.uint16), np.empty(LANES, np.float64)
-    p, nothing = np.empty(block, np.float32), np.empty(block, np.float32)
-    fill(nothing, MINUS_ZERO)
-    stride = 4 + block * bits // 8
+    room = room_to_encode(block)
+    p = np.empty(block, np.float32)
     for start in range(0, x.size, block):
-        b = start // block
         xb = x[start : start + block]
-        count = xb.size
-        if count < block:
+        if xb.size < block:
             fill(p, MINUS_ZERO)
         largest = difference_of(xb, base[start : start + block], p)
         if largest >= NOT_FINITE:
             return False
-        scale = mean_magnitude(nothing, p, count, lanes) if kind == SIGN_KIND else float_of(largest)
-        packed = out[b * stride + 4 : (b + 1) * stride]
-        place = packed if packed.size == block else codes  # eight bits need no packing
-        quantize_block(kind, bits, nothing, p, scale, splitmix64(key + np.uint64(b)), uppers, place)
-        store_float(out, b * stride, scale)
-        if count < block:
-            pack_sequence(codes[:count], bits, packed)
-        elif bits < 8:
-            pack_fields(codes, bits, packed)
+        encode_block(kind, bits, p, xb.size, largest, key, start // block, room, out)
     return True
+
+
+@njit(nogil=True, cache=True)
+def room_to_encode(block):
+    nothing = np.empty(block, np.float32)
+    fill(nothing, MINUS_ZERO)
+    return nothing, np.empty(block, np.uint8), np.empty(block, np.uint16), np.empty(LANES, np.float64)
+
+
+@njit(nogil=True, cache=True)
+def encode_block(kind, bits, p, count, largest, key, number, room, out):
+    """The code of p, of which `count` entries are no padding, and which is used up; `largest`: bits of a magnitude."""
+    nothing, codes, uppers, lanes = room
+    stride = 4 + p.size * bits // 8
+    scale = mean_magnitude(nothing, p, count, lanes) if kind == SIGN_KIND else float_of(largest)
+    packed = out[number * stride + 4 : (number + 1) * stride]
+    place = packed if packed.size == p.size else codes  # eight bits need no packing
+    quantize_block(kind, bits, nothing, p, scale, splitmix64(key + np.uint64(number)), uppers, place)
+    store_float(out, number * stride, scale)
+    if count < p.size:
+        pack_sequence(codes[:count], bits, packed)
+    elif bits < 8:
+        pack_fields(codes, bits, packed)
 
 
 @njit(nogil=True, cache=True)
