@@ -20,7 +20,7 @@ from divisible import SETTINGS
 from torch import Tensor
 
 from laconic import compress, tasks
-from laconic.methods.common import Vectors, Window, least_units, make_up, take_gain
+from laconic.methods.common import Cut, Run, Vectors, Window, find_kernels, least_units
 from laconic.tasks import Task
 
 BETA2 = 0.999
@@ -216,6 +216,8 @@ def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
         for p, span in zip(replica.model.parameters(), replica.spans, strict=True):
             m, v = vectors.m[span].view_as(p), vectors.v[span].view_as(p)
             replica.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v}
+    kernels = find_kernels(common[0])
+    assert kernels is not None
     gains = Channel(case.period, case.delay, d, case.coder)
     last, least, rates = {}, {}, [0.0]
     for step in range(1, steps + 1):
@@ -229,19 +231,19 @@ def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
                 began, sent = last[piece.start]
                 window = Window.of(group, rates[began + 1 : sent + 1], began)
                 since = Window.of(group, rates[sent + 1 : step + 1], sent)
+                cuts = [Cut(slice(0, piece.stop - piece.start), window, since)]
                 for vectors, said in zip(own, told, strict=True):  # each makes up the common ones, all alike
                     made_up = [vector[piece].clone() for vector in common]
                     mine = [vector[piece] for vector in (vectors.x, vectors.m, vectors.v)]
-                    make_up(Vectors(*made_up, *mine), mean.clone(), mean - said, window, since, least[piece.start], 0)
+                    kernels.make_up(Vectors(*made_up, *mine), mean, said, cuts, least[piece.start])
                 for vector, part in zip(common, made_up, strict=True):
                     vector[piece] = part
             piece = gains.piece(step, d)
             last[piece.start] = last.get(piece.start, (0, 0))[1], step
             least[piece.start] = least_units(common[2][piece])
             kept = group["betas"][0] ** (step - last[piece.start][0])
-            told = [torch.empty(piece.stop - piece.start) for _ in own]
-            for vectors, gain in zip(own, told, strict=True):
-                take_gain(vectors.over(piece), kept, gain, least[piece.start], 0)
+            runs = [Run(slice(0, piece.stop - piece.start), kept)]
+            told = [kernels.gain(vectors.over(piece), runs, least[piece.start]) for vectors in own]
             gains.send(step, piece, told)
     return torch.stack([replica.x for replica in replicas]).mean(0)
 
