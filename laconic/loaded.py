@@ -25,6 +25,7 @@ anchor.move_anchor(_x, _anchor)
 if _kernels := common.find_kernels(_x):
     _vectors = common.Vectors(*(_x.square() for _ in common.Vectors._fields))
     _group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
-    _window = common.Window.of(_group, [1e-3], 0)
-    _gain = _kernels.gain(_vectors, [common.Run(slice(0, _x.numel()), 0.5)])
-    _kernels.make_up(_vectors, _gain, _gain, [common.Cut(slice(0, _x.numel()), _window, _window)])
+    _window = common.Window.of(_group, [1e-3], 0, [0.0])
+    _gain = _kernels.gain(_vectors, [common.Run(slice(0, _x.numel()), 0.5, 0.0)])
+    _cut = common.Cut(slice(0, _x.numel()), _window, _window, 0.0)
+    _kernels.make_up(_vectors, _gain, _gain, [_cut], None, False)

@@ -21,6 +21,7 @@ from laconic.method import Replica
 from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Piece
 from laconic.methods.ranges import Ranges, seen_from
+from laconic.methods.steering import Steering
 
 M, V = "exp_avg", "exp_avg_sq"
 BLOCK = 2048
@@ -40,6 +41,7 @@ class Vectors(NamedTuple):
     x: Tensor
     m: Tensor
     v: Tensor
+    apart: Tensor  # the mean gradient less the own one, as last known
 
     def over(self, part: slice) -> Vectors:
         return Vectors(*(vector[part] for vector in self))
@@ -67,10 +69,11 @@ class Window(NamedTuple):
     decay: float  # of x, by AdamW's weight decay
     coast: float  # of m in x: Σ lr β₁ⁱ/(1−β₁ᵗ), less what decays
     push: float  # of the gain in x
+    steered: float  # Σ (1−β₁) β₁ʲ share: of `apart` in the gain of a worker that has steered
 
     @classmethod
-    def of(cls, group: dict[str, Any], rates: list[float], count: int) -> Window:
-        """`rates` are those of the steps, `count` the number of steps that the optimizer had made before them."""
+    def of(cls, group: dict[str, Any], rates: list[float], count: int, shares: list[float]) -> Window:
+        """`rates` and shares are those of the steps, `count` the number of the optimizer's steps before them."""
         beta1, beta2 = group["betas"]
         k = len(rates)
         decays = [1 - rate * group["weight_decay"] * group["decoupled_weight_decay"] for rate in rates]
@@ -90,6 +93,7 @@ class Window(NamedTuple):
             decay=math.prod(decays),
             coast=sum(beta1**i * weight for i, weight in enumerate(weights, start=1)),
             push=spread * sum((1 - beta1**i) * weight for i, weight in enumerate(weights, start=1)),
+            steered=in_m(beta1, shares),
         )
 
 
@@ -98,6 +102,7 @@ class Run(NamedTuple):
 
     part: slice
     kept: float  # of m̂ in m
+    steered: float  # of `apart` in m
 
 
 class Cut(NamedTuple):
@@ -106,6 +111,7 @@ class Cut(NamedTuple):
     part: slice
     window: Window
     since: Window
+    steered: float  # of `apart` in m, by both
 
 
 class CommonAdam(Carried):
@@ -142,6 +148,7 @@ class CommonAdam(Carried):
         for p in worker.parameters:
             self._groups.raise_to(slice(start, start + p.numel()), number[id(p)])
             start += p.numel()
+        self.steering = Steering(worker)
         self._kernels = find_kernels(worker.x)
         self._gain, self._make_up = gain, make_up
         if self._kernels is not None:
@@ -156,6 +163,8 @@ class CommonAdam(Carried):
         for parameter in self._worker.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        self.steering.shares.append(self.steering.share)
+        self.steering.before_step(self._worker)
 
     def _go_on_from(self, moments: dict[str, Tensor]) -> None:
         """From an earlier training, if there was one."""
@@ -177,16 +186,16 @@ class CommonAdam(Carried):
         self._vectors = None
         self._windows.clear()
         self.rates.append([float(group["lr"]) for group in self._worker.optimizer.param_groups])
-        oldest = min(since for _, since in self.since.entries)
-        del self.rates[: len(self.rates) - (self._worker.step - oldest)]
+        age = self._worker.step - min(since for _, since in self.since.entries)
+        del self.rates[: len(self.rates) - age], self.steering.shares[: len(self.steering.shares) - age]
 
     def take(self, piece: Piece, part: slice) -> Tensor:
         piece.kept[part.start] = least = least_units(self.v_hat[part])
         return self._gain(self._own().over(part), self._runs(part), least)
 
     def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
-        least = piece.kept.pop(part.start)
-        self._make_up(self._own().over(part), mean, own, self._cuts(piece.step, part), least)
+        cuts, least = self._cuts(piece.step, part), piece.kept.pop(part.start)
+        self.steering.see(*self._make_up(self._own().over(part), mean, own, cuts, least, self.steering.is_on))
 
     def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         if self._kernels is None or not in_blocks(compressor):
@@ -203,8 +212,9 @@ class CommonAdam(Carried):
         if self._kernels is None or not in_blocks(codes.compressor):
             super().settle(piece, part, codes)
             return
-        least = piece.kept.pop(part.start)
-        self._kernels.settle(self._own().over(part), codes, self._cuts(piece.step, part), least)
+        cuts, least = self._cuts(piece.step, part), piece.kept.pop(part.start)
+        seen = self._kernels.settle(self._own().over(part), codes, cuts, least, self.steering.is_on)
+        self.steering.see(*seen)
 
     def meet(self, block: slice) -> None:
         """Make up for all steps so far, also where a piece is on its way, which then comes too late."""
@@ -219,7 +229,7 @@ class CommonAdam(Carried):
                 f"learning rates must be the same on all ranks, and at step {step} rank {comm.rank} has "
                 f"{self.rates[-1]}, which makes {rate:.8g}, and the mean of all is {heard:.8g}"
             )
-        self._make_up(vectors, mean[:-1], own, self._cuts(step, block))
+        self._make_up(vectors, mean[:-1], own, self._cuts(step, block), None, self.steering.is_on)
 
     def unit(self, piece: Piece, part: slice) -> Tensor:
         unit = units(self.v_hat[part], piece.kept[part.start])
@@ -235,27 +245,28 @@ class CommonAdam(Carried):
         ]
 
     def _runs(self, part: slice) -> list[Run]:
-        groups, now = self._worker.optimizer.param_groups, self._worker.step
-        return [
-            Run(seen_from(run, part), groups[group]["betas"][0] ** (now - since))
-            for run, since, group in self._ages(part)
-        ]
+        groups, runs = self._worker.optimizer.param_groups, []
+        for run, since, group in self._ages(part):
+            beta, steps = groups[group]["betas"][0], self._worker.step - since
+            shares = self.steering.shares[len(self.steering.shares) - steps :]
+            runs.append(Run(seen_from(run, part), beta**steps, in_m(beta, shares)))
+        return runs
 
     def _cuts(self, step: int, part: slice) -> list[Cut]:
         """What is to be made up for with news up to a step, and from now on is."""
-        now = self._worker.step
-        cuts = [
-            Cut(seen_from(run, part), self._window(group, since, step), self._window(group, step, now))
-            for run, since, group in self._ages(part)
-            if since < step  # else the foreground has been here, and was told of all steps up to then
-        ]
+        now, cuts = self._worker.step, []
+        for run, began, group in self._ages(part):
+            if began < step:  # else the foreground has been here, and was told of all steps up to then
+                window, since = self._window(group, began, step), self._window(group, step, now)
+                steered = window.steered * since.kept_m + since.steered
+                cuts.append(Cut(seen_from(run, part), window, since, steered))
         self.since.raise_to(part, step)
         return cuts
 
     def _own(self) -> Vectors:
         if self._vectors is None:
-            moments = self._worker.moments()
-            self._vectors = Vectors(self._x_hat, self.m_hat, self.v_hat, self._worker.x, moments[M], moments[V])
+            moments, common = self._worker.moments(), (self._x_hat, self.m_hat, self.v_hat)
+            self._vectors = Vectors(*common, self._worker.x, moments[M], moments[V], self.steering.apart)
         return self._vectors
 
     def _window(self, number: int, start: int, stop: int) -> Window:
@@ -263,20 +274,32 @@ class CommonAdam(Carried):
         window = self._windows.get((number, start, stop))
         if window is None:
             first = len(self.rates) - self._worker.step
-            rates = [rates[number] for rates in self.rates[first + start : first + stop]]
-            window = Window.of(self._worker.optimizer.param_groups[number], rates, self.count + start)
+            steps = slice(first + start, first + stop)
+            rates = [rates[number] for rates in self.rates[steps]]
+            group = self._worker.optimizer.param_groups[number]
+            window = Window.of(group, rates, self.count + start, self.steering.shares[steps])
             self._windows[number, start, stop] = window
         return window
 
     def state_dict(self) -> dict[str, Any]:
         vectors = {"m_hat": self.m_hat, "v_hat": self.v_hat}
-        return vectors | {"since": self.since.entries, "rates": self.rates, "count": self.count}
+        steps = {"since": self.since.entries, "rates": self.rates, "count": self.count}
+        return vectors | steps | {"steering": self.steering.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.m_hat.copy_(saved["m_hat"])
         self.v_hat.copy_(saved["v_hat"])
         self.since.entries, self.rates, self.count = saved["since"], saved["rates"], saved["count"]
+        self.steering.load_state_dict(saved["steering"])
         self._vectors, self._started = None, self._worker.step > 0
+
+
+def in_m(beta1: float, values: list[float]) -> float:
+    """What gradients that have followed one another are in m."""
+    total = 0.0
+    for value in values:
+        total = beta1 * total + (1 - beta1) * value
+    return total
 
 
 def find_kernels(x: Tensor) -> ModuleType | None:
@@ -310,28 +333,35 @@ def units(v_hat: Tensor, least: Tensor) -> Tensor:
 
 
 def gain(vectors: Vectors, runs: list[Run], least: Tensor | None = None) -> Tensor:
-    """What m has gained over what has been kept of m̂; in units, if these are given."""
+    """What the own gradients have added to m, over what has been kept of m̂; in units, if these are given."""
     gain = torch.empty_like(vectors.m)
-    for part, kept in runs:
-        torch.sub(vectors.m[part], vectors.m_hat[part] * kept, out=gain[part])
+    for part, kept, steered in runs:
+        torch.sub(vectors.m[part] - vectors.m_hat[part] * kept, vectors.apart[part] * steered, out=gain[part])
     return gain if least is None else gain.div_(units(vectors.v_hat, least))
 
 
-def make_up(vectors: Vectors, mean: Tensor, said: Tensor, cuts: list[Cut], least: Tensor | None = None) -> None:
+def make_up(
+    vectors: Vectors, mean: Tensor, said: Tensor, cuts: list[Cut], least: Tensor | None, steers: bool
+) -> tuple[float, float]:
     """Make the steps of the windows in the common vectors; the own ones are ahead of them by the own steps since.
 
-    The mean of the gains, and what this rank has said, are in units, if these are given. Kernels give the same bits.
+    The mean of the gains, and what this rank has said, are in units, if these are given. Kernels give the same bits;
+    but while a worker has not steered, they keep `apart` up in some blocks only. Sums over those, or all: of the new
+    `apart` times the one before, and of its squares.
     """
     gain, change = mean, mean - said
     if least is not None:
         unit = units(vectors.v_hat, least)
         gain, change = gain * unit, change * unit
-    for part, window, since in cuts:
-        _make_up_cut(vectors.over(part), gain[part], change[part], window, since)
+    before = vectors.apart.clone()
+    for cut in cuts:
+        _make_up_cut(vectors.over(cut.part), gain[cut.part], change[cut.part], cut)
+    return float(vectors.apart @ before), float(before @ before)
 
 
-def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, w: Window, since: Window) -> None:
-    x_hat, m_hat, v_hat, x, m, v = vectors
+def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, cut: Cut) -> None:
+    x_hat, m_hat, v_hat, x, m, v, apart = vectors
+    _, w, since, steered = cut
     g = gain * w.spread
     surprise = g - m_hat * w.before
     v_hat.mul_(w.kept_v).add_((g * g + surprise * surprise * w.noise) * w.new_v)
@@ -340,6 +370,9 @@ def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, w: Window, sinc
     m_hat.mul_(w.kept_m).add_(gain)
 
     m.add_(change * since.kept_m)  # what the own code has not said stays in m
+    m.sub_(apart * steered)
+    torch.mul(change, w.spread, out=apart)
+    m.add_(apart * since.steered)
     gain = m - m_hat * since.kept_m
     g = gain * since.spread
     v_since = v_hat * since.kept_v + g * g * since.new_v

@@ -70,45 +70,52 @@ def test_with_everything_in_the_foreground_it_is_full_communication() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "settings"),
+    ("workers", "unlike", "settings"),
     [
-        (2, {"period": 3, "background": None, "delay": 3}),
-        (3, {"period": 4, "background": Log(3), "delay": 2}),
-        (4, {"period": 2, "background": Log(3), "hops": 2}),
-        (3, {"period": "auto", "background": Log(3)}),
+        (2, 0.0, {"period": 3, "background": None, "delay": 3}),
+        (3, 2.0, {"period": 4, "background": Log(3), "delay": 2}),
+        (4, 1.0, {"period": 2, "background": Log(3), "hops": 2}),
+        (3, 0.0, {"period": "auto", "background": Log(3)}),
     ],
 )
-def test_invariants_also_while_messages_are_in_flight(workers: int, settings: Any) -> None:
-    """The common vectors are the same everywhere, and the mean of m is that of the mean gradient, whatever codes lose.
-
-    (With two hops, owners hold back what their codes lose.)
+def test_invariants_also_while_messages_are_in_flight(workers: int, unlike: float, settings: Any) -> None:
+    """The common vectors are the same everywhere, and the mean of m is that of the mean gradient, whatever codes lose,
+    but for what workers steer by. (With two hops, owners hold back what their codes lose.)
     """
     d, steps = 83, 30
 
-    def run() -> list[tuple[Tensor, Tensor, Tensor, int]]:
+    def run() -> list[tuple[Tensor, Tensor, Tensor, int, float]]:
         model = nn.Linear(d, 1, bias=False)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        own_kind = unlike * torch.randn(1, d, generator=torch.Generator().manual_seed(rank()))
         seen = []
         with laconic.Worker(model, optimizer, laconic.Divisible(8, **settings)) as worker:
             own: Any = worker.method
             for step in range(steps):
                 generator = torch.Generator().manual_seed(100 * step + worker.rank)
-                model.weight.grad = torch.randn(1, d, generator=generator)
+                gradient = own_kind + torch.randn(1, d, generator=generator)
+                model.weight.grad = gradient.clone()
                 optimizer.step()
                 common = torch.cat([own.x_hat, own._common.m_hat, own._common.v_hat])
-                gradient = worker.comm.mean(model.weight.grad.view(-1))
-                seen.append((common, worker.moments()["exp_avg"].clone(), gradient, len(own._flying)))
+                m = worker.moments()["exp_avg"].clone()
+                steering = own._common.steering
+                for part, _, steered in own._common._runs(slice(0, d)):
+                    m[part] -= steering.apart[part] * steered
+                mean = worker.comm.mean(gradient.view(-1))
+                seen.append((common, m, mean, len(own._flying), steering.share))
         assert len(own._flying) == 0
         return seen
 
     expected = torch.zeros(d)
     by_step = list(zip(*laconic.spawn(run, workers), strict=True))
     assert max(ranks[0][3] for ranks in by_step) >= settings.get("delay", 1)
+    if unlike:
+        assert by_step[-1][0][4] > 0.2
     for ranks in by_step:
-        assert all(torch.equal(common, ranks[0][0]) for common, _, _, _ in ranks)
+        assert all(torch.equal(common, ranks[0][0]) for common, *_ in ranks)
         expected = 0.9 * expected + 0.1 * ranks[0][2]
         if settings.get("hops") != 2:
-            torch.testing.assert_close(torch.stack([m for _, m, _, _ in ranks]).mean(0), expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(torch.stack([m for _, m, *_ in ranks]).mean(0), expected, rtol=0, atol=2e-6)
 
 
 @given(
@@ -119,35 +126,52 @@ def test_invariants_also_while_messages_are_in_flight(workers: int, settings: An
     st.integers(1, 6000),
     st.lists(st.integers(1, 6000), max_size=3),
     st.booleans(),
+    st.sampled_from([0.0, 0.4]),
 )
 def test_kernels_give_the_same_bits(
-    rates: list[float], since: list[float], count: int, weight_decay: float, d: int, ends: list[int], has_units: bool
+    rates: list[float],
+    since: list[float],
+    count: int,
+    weight_decay: float,
+    d: int,
+    ends: list[int],
+    has_units: bool,
+    share: float,
 ) -> None:
     group = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": weight_decay, "decoupled_weight_decay": True}
-    windows = Window.of(group, rates, count), Window.of(group, since, count + len(rates))
+    window = Window.of(group, rates, count, [share] * len(rates))
+    now = Window.of(group, since, count + len(rates), [share] * len(since))
     generator = torch.Generator().manual_seed(d)
-    values = torch.randn(8, d, generator=generator) * torch.exp(3 * torch.randn(8, d, generator=generator))
+    values = torch.randn(9, d, generator=generator) * torch.exp(3 * torch.randn(9, d, generator=generator))
     values[[2, 5]] = values[[2, 5]].square() * (torch.rand(2, d, generator=generator) > 0.1)
     from laconic.methods import common_kernels
 
     ours, theirs = values.clone(), values.clone()
+    mine, yours = Vectors(*ours[:7]), Vectors(*theirs[:7])
     least = torch.rand(-(-d // 2048), generator=generator) if has_units else None
     bounds = sorted({0, d, *(end for end in ends if end < d)})
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    cuts = [Cut(part, *windows) for part in parts[::2]]  # some are passed over
-    common.make_up(Vectors(*ours[:6]), ours[6], ours[7], cuts, least)
-    common_kernels.make_up(Vectors(*theirs[:6]), theirs[6], theirs[7], cuts, least)
+    cuts = [Cut(part, window, now, share / 3) for part in parts[::2]]  # some are passed over
+    sums = common.make_up(mine, ours[7], ours[8], cuts, least, share > 0)
+    watched = common_kernels.make_up(yours, theirs[7], theirs[8], cuts, least, share > 0)
     assert torch.equal(ours[:6], theirs[:6])
-    runs = [Run(part, 0.7**i) for i, part in enumerate(parts)]
-    gain = common.gain(Vectors(*ours[:6]), runs, least)
-    assert torch.equal(gain, common_kernels.gain(Vectors(*ours[:6]), runs, least))
+    if share == 0:  # kept up in one block of sixteen
+        assert torch.equal(yours.apart[:2048], mine.apart[:2048])
+        assert torch.equal(yours.apart[2048:], values[6, 2048:])
+    else:
+        assert torch.equal(yours.apart, mine.apart)
+    if cuts == [Cut(slice(0, d), window, now, share / 3)] and d <= 2048:
+        assert watched == pytest.approx(sums, rel=1e-3, abs=1e-5 * abs(values[6]).max().item())
+    runs = [Run(part, 0.7**i, share) for i, part in enumerate(parts)]
+    gain = common.gain(mine, runs, least)
+    assert torch.equal(gain, common_kernels.gain(mine, runs, least))
 
     least = common.least_units(ours[2])
-    gain = common.gain(Vectors(*ours[:6]), runs, least)
+    gain = common.gain(mine, runs, least)
     for compressor in (Uniform(4), Uniform(8), Log(3), Uniform(4, stochastic=True), Sign()):
         code, of_block = compressor.encode(gain, step=3), torch.empty_like(least)
         out = torch.empty_like(code)
-        assert common_kernels.encode(Vectors(*ours[:6]), runs, compressor, 3, of_block, out)
+        assert common_kernels.encode(mine, runs, compressor, 3, of_block, out)
         assert torch.equal(out, code)
         assert torch.equal(of_block, least)
 

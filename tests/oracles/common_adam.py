@@ -53,7 +53,10 @@ def common_adam(
     delay: int,
     background: Compressor | None = None,
 ) -> list[list[Tensor]]:
-    """For each step, x of each worker."""
+    """For each step, x of each worker.
+
+    Beside m, `steer` says what a worker has steered by since the common vectors are of, as m would hold it.
+    """
     models = [build_model() for _ in range(workers)]
     optimizers = [optimize(model) for model in models]
     group = optimizers[0].param_groups[0]
@@ -64,10 +67,20 @@ def common_adam(
     blocks = foreground_blocks(d, ratio)
     pieces = [list(range(d)[i : i + -(-d // period)]) for i in range(0, d, -(-d // period))]
     flying: list[tuple[int, list[int], list[Tensor]]] = []
+    apart, steer = torch.zeros(workers, d), torch.zeros(workers, d)
+    shares = [[0.0] for _ in range(workers)]  # by step, from 1 on
+    seen = [(0.0, 0.0) for _ in range(workers)]
     path = []
     for step in range(1, steps + 1):
         for i in range(workers):
             loss(models[i], i, step - 1).backward()
+            shares[i].append(min(share, 1.0) if (share := seen[i][0] / (seen[i][1] or 1.0)) >= 0.1 else 0.0)
+            start = 0
+            for p in models[i].parameters():
+                assert p.grad is not None
+                p.grad += shares[i][step] * apart[i, start : start + p.numel()].view_as(p)
+                start += p.numel()
+            steer[i] = B1 * steer[i] + (1 - B1) * shares[i][step] * apart[i]
             optimizers[i].step()
             optimizers[i].zero_grad()
         x = [flat(model) for model in models]
@@ -75,7 +88,7 @@ def common_adam(
         v = [moment(models[i], optimizers[i], "exp_avg_sq") for i in range(workers)]
 
         def gains(where: list[int], step: int = step, m: list[Tensor] = m) -> list[Tensor]:
-            return [own[where] - B1 ** (step - since[where]) * m_hat[where] for own in m]
+            return [m[i][where] - B1 ** (step - since[where]) * m_hat[where] - steer[i][where] for i in range(workers)]
 
         def make_up(
             until: int,
@@ -85,8 +98,9 @@ def common_adam(
             x: list[Tensor] = x,
             m: list[Tensor] = m,
             v: list[Tensor] = v,
+            is_fresh: bool = False,
         ) -> None:
-            mean = torch.stack(told).mean(0)
+            mean, before = torch.stack(told).mean(0), apart.clone()
             for began in since[where].unique().tolist():
                 here = since[where] == began
                 at = torch.tensor(where)[here]
@@ -96,7 +110,11 @@ def common_adam(
                     x_hat[at], m_hat[at], v_hat[at], mean[here], began, until - began, *settings, grows="noisy"
                 )
                 for i in range(workers):
-                    m[i][at] += B1 ** (step - until) * (mean[here] - told[i][here])
+                    change = mean[here] - told[i][here]
+                    apart[i, at] = change / (1 - B1 ** (until - began))
+                    again = sum((1 - B1) * B1 ** (step - j) * shares[i][j] for j in range(until + 1, step + 1))
+                    m[i][at] += B1 ** (step - until) * change - steer[i, at] + again * apart[i, at]
+                    steer[i, at] = again * apart[i, at]
                     own = m[i][at] - B1 ** (step - until) * m_hat[at]
                     window = own, until, step - until, *settings
                     _, _, v_now = adam_window(x_hat[at], m_hat[at], v_hat[at], *window, grows="plain")
@@ -104,9 +122,13 @@ def common_adam(
                     x[i][at], _, _ = adam_window(x_hat[at], m_hat[at], larger, *window, grows=None)
                     v[i][at] = v_now
             since[where] = since[where].clamp(min=until)
+            if not is_fresh:
+                for i in range(workers):
+                    old, new = before[i][where].double(), apart[i][where].double()
+                    seen[i] = 0.95 * seen[i][0] + float(old @ new), 0.95 * seen[i][1] + float(old @ old)
 
         block = list(blocks[step % len(blocks)])
-        make_up(step, block, gains(block))
+        make_up(step, block, gains(block), is_fresh=True)
 
         if flying and flying[0][0] + delay == step:
             make_up(*flying.pop(0))

@@ -1,0 +1,54 @@
+"""Where others go: how far the mean gradient is from a worker's own, as far as that lasts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from laconic.method import Replica
+
+KEPT = 0.95  # of what was seen, from piece to piece
+LEAST_SHARE = 0.1  # below, it is taken for chance
+
+
+class Steering:
+    """Adds a share of what the mean gradient last differed by from the own one to the own gradients.
+
+    The idea is SCAFFOLD's (Karimireddy et al., arXiv 1910.06378). But part of such a difference is noise, which the
+    next one does not have: what is added is the share that differences have in those that come after them, by least
+    squares. Where workers hold alike data that is none, and nothing is done but look.
+    """
+
+    def __init__(self, worker: Replica) -> None:
+        self.apart = torch.zeros_like(worker.x)  # mean − own gradient, as last known (d)
+        self.share = 0.0
+        self.shares: list[float] = []  # that were added in the latest steps
+        self.is_on = False  # once it was, `apart` is kept up everywhere
+        self._products = self._squares = 0.0  # of each difference with the one before, and of that one
+        self._views = worker.views(self.apart)
+
+    def before_step(self, worker: Replica) -> None:
+        if self.share == 0:
+            return
+        descends = {id(p): not group["maximize"] for group in worker.optimizer.param_groups for p in group["params"]}
+        for parameter, gradient, view in zip(worker.parameters, worker.gradients(), self._views, strict=True):
+            assert gradient is not None
+            gradient.add_(view, alpha=self.share if descends[id(parameter)] else -self.share)
+
+    def see(self, products: float, squares: float) -> None:
+        """Of differences that have come now with those before, and of those."""
+        self._products = KEPT * self._products + products
+        self._squares = KEPT * self._squares + squares
+        share = min(self._products / self._squares, 1.0) if self._squares > 0 else 0.0
+        self.share = share if share >= LEAST_SHARE else 0.0
+        self.is_on |= self.share > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        seen = {"share": self.share, "shares": self.shares, "seen": [self._products, self._squares]}
+        return seen | {"apart": self.apart, "is_on": self.is_on}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.apart.copy_(saved["apart"])
+        self.share, self.shares, self.is_on = saved["share"], saved["shares"], saved["is_on"]
+        self._products, self._squares = saved["seen"]
