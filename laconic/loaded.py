@@ -28,4 +28,4 @@ if _kernels := common.find_kernels(_x):
     _window = common.Window.of(_group, [1e-3], 0, [0.0])
     _gain = _kernels.gain(_vectors, [common.Run(slice(0, _x.numel()), 0.5, 0.0)])
     _cut = common.Cut(slice(0, _x.numel()), _window, _window, 0.0)
-    _kernels.make_up(_vectors, _gain, _gain, [_cut], None, False)
+    _kernels.make_up(_vectors, _gain, _gain, [_cut], None, False, False)

@@ -8,6 +8,7 @@ of the mean gradient, all ranks alike; that takes the place of the own steps, an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -195,7 +196,7 @@ class CommonAdam(Carried):
 
     def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         cuts, least = self._cuts(piece.step, part), piece.kept.pop(part.start)
-        self.steering.see(*self._make_up(self._own().over(part), mean, own, cuts, least, self.steering.is_on))
+        self.steering.see(*self._make_up(self._own().over(part), mean, own, cuts, least, self.steering.is_on, True))
 
     def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         if self._kernels is None or not in_blocks(compressor):
@@ -207,14 +208,19 @@ class CommonAdam(Carried):
             raise not_finite(self._gain(vectors, runs, least_units(vectors.v_hat)))
 
     def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
-        if part.start == part.stop:  # of a row that has ended
-            return
-        if self._kernels is None or not in_blocks(codes.compressor):
-            super().settle(piece, part, codes)
-            return
-        cuts, least = self._cuts(piece.step, part), piece.kept.pop(part.start)
-        seen = self._kernels.settle(self._own().over(part), codes, cuts, least, self.steering.is_on)
-        self.steering.see(*seen)
+        if part.start < part.stop:  # else the row has ended
+            cuts = self._cuts(piece.step, part)
+            self.steering.see(*self._settle(piece, part, codes, cuts, self.steering.is_on, watches=True))
+
+    def _settle(
+        self, piece: Piece, part: slice, codes: Codes, cuts: list[Cut], steers: bool, watches: bool
+    ) -> tuple[float, float]:
+        vectors, least = self._own().over(part), piece.kept.pop(part.start)
+        if self._kernels is not None and in_blocks(codes.compressor):
+            seen: tuple[float, float] = self._kernels.settle(vectors, codes, cuts, least, steers, watches)
+            return seen
+        own = codes.compressor.decode(codes.codes[codes.own], part.stop - part.start, step=piece.step)
+        return self._make_up(vectors, codes.mean(part.stop - part.start), own, cuts, least, steers, watches)
 
     def meet(self, block: slice) -> None:
         """Make up for all steps so far, also where a piece is on its way, which then comes too late."""
@@ -229,7 +235,41 @@ class CommonAdam(Carried):
                 f"learning rates must be the same on all ranks, and at step {step} rank {comm.rank} has "
                 f"{self.rates[-1]}, which makes {rate:.8g}, and the mean of all is {heard:.8g}"
             )
-        self._make_up(vectors, mean[:-1], own, self._cuts(step, block), None, self.steering.is_on)
+        self._make_up(vectors, mean[:-1], own, self._cuts(step, block), None, self.steering.is_on, False)
+
+    def tell(self, block: slice, compressor: Compressor) -> Callable[[], None]:
+        """`meet` in two: tells the others, and gives what is to be done when they have told.
+
+        What is done in between passes over these coordinates, but must not send any of them.
+        """
+        step, comm = self._worker.step, self._worker.comm
+        piece, nbytes = Piece([block], step, step), compressor.nbytes(block.stop - block.start)
+        rates = torch.tensor(self.rates[-1], dtype=torch.float64)
+        message = torch.empty(nbytes + rates.nbytes, dtype=torch.uint8, device=self.m_hat.device)
+        try:
+            self.encode(piece, block, compressor, message[:nbytes])
+        except ValueError:  # an entry is not finite, which all must know
+            rates.fill_(math.nan)
+        message[nbytes:] = rates.view(torch.uint8)
+        cuts, steers = self._cuts(step, block), self.steering.is_on
+        pending = comm.all_to_all_async([message] * comm.size)  # one way to all; a gather would go from rank to rank
+
+        def finish() -> None:
+            told = pending.wait()
+            self._check_rates([one[nbytes:].clone().view(torch.float64).tolist() for one in told])
+            shares = [1 / comm.size] * comm.size
+            codes = Codes(compressor, [one[:nbytes] for one in told], shares, comm.rank, step)
+            self._settle(piece, block, codes, cuts, steers, watches=False)
+
+        return finish
+
+    def _check_rates(self, by_rank: list[list[float]]) -> None:
+        step = self._worker.step
+        if culprits := [str(rank) for rank, rates in enumerate(by_rank) if any(math.isnan(rate) for rate in rates)]:
+            raise FloatingPointError(f"foreground at step {step}: NaN or infinity on rank {', '.join(culprits)}")
+        if any(rates != by_rank[0] for rates in by_rank):
+            listed = "; ".join(f"{rates} on rank {rank}" for rank, rates in enumerate(by_rank))
+            raise ValueError(f"learning rates must be the same on all ranks, and at step {step} are {listed}")
 
     def unit(self, piece: Piece, part: slice) -> Tensor:
         unit = units(self.v_hat[part], piece.kept[part.start])
@@ -341,26 +381,32 @@ def gain(vectors: Vectors, runs: list[Run], least: Tensor | None = None) -> Tens
 
 
 def make_up(
-    vectors: Vectors, mean: Tensor, said: Tensor, cuts: list[Cut], least: Tensor | None, steers: bool
+    vectors: Vectors, mean: Tensor, said: Tensor, cuts: list[Cut], least: Tensor | None, steers: bool, watches: bool
 ) -> tuple[float, float]:
     """Make the steps of the windows in the common vectors; the own ones are ahead of them by the own steps since.
 
     The mean of the gains, and what this rank has said, are in units, if these are given. Kernels give the same bits;
-    but while a worker has not steered, they keep `apart` up in some blocks only. Sums over those, or all: of the new
-    `apart` times the one before, and of its squares.
+    but a worker that only watches keeps `apart` up in some blocks there, here in all. What is seen: sums over the new
+    `apart` times that before, and over its squares.
     """
     gain, change = mean, mean - said
     if least is not None:
         unit = units(vectors.v_hat, least)
         gain, change = gain * unit, change * unit
-    before = vectors.apart.clone()
+    products = squares = 0.0
     for cut in cuts:
-        _make_up_cut(vectors.over(cut.part), gain[cut.part], change[cut.part], cut)
-    return float(vectors.apart @ before), float(before @ before)
+        before, apart = vectors.apart[cut.part], change[cut.part] * cut.window.spread
+        if watches:
+            products += float(apart @ before)
+            squares += float(before @ before)
+        _make_up_cut(vectors.over(cut.part), gain[cut.part], change[cut.part], apart, cut)
+        if steers or watches:
+            before.copy_(apart)
+    return products, squares
 
 
-def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, cut: Cut) -> None:
-    x_hat, m_hat, v_hat, x, m, v, apart = vectors
+def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, apart: Tensor, cut: Cut) -> None:
+    x_hat, m_hat, v_hat, x, m, v, apart_before = vectors
     _, w, since, steered = cut
     g = gain * w.spread
     surprise = g - m_hat * w.before
@@ -370,9 +416,7 @@ def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, cut: Cut) -> No
     m_hat.mul_(w.kept_m).add_(gain)
 
     m.add_(change * since.kept_m)  # what the own code has not said stays in m
-    m.sub_(apart * steered)
-    torch.mul(change, w.spread, out=apart)
-    m.add_(apart * since.steered)
+    m.sub_(apart_before * steered).add_(apart * since.steered)
     gain = m - m_hat * since.kept_m
     g = gain * since.spread
     v_since = v_hat * since.kept_v + g * g * since.new_v

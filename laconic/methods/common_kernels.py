@@ -40,20 +40,26 @@ def encode(
 
 
 def make_up(
-    vectors: common.Vectors, mean: Tensor, said: Tensor, cuts: list[common.Cut], least: Tensor | None, steers: bool
+    vectors: common.Vectors,
+    mean: Tensor,
+    said: Tensor,
+    cuts: list[common.Cut],
+    least: Tensor | None,
+    steers: bool,
+    watches: bool,
 ) -> tuple[float, float]:
     arrays = tuple(vector.numpy() for vector in vectors)
     news = mean.numpy(), said.numpy(), NO_UNITS if least is None else least.numpy()
-    return _make_up(arrays, *news, *_of_cuts(cuts), steers)
+    return _make_up(arrays, *news, *_of_cuts(cuts), steers, watches)
 
 
 def settle(
-    vectors: common.Vectors, codes: Codes, cuts: list[common.Cut], least: Tensor, steers: bool
+    vectors: common.Vectors, codes: Codes, cuts: list[common.Cut], least: Tensor, steers: bool, watches: bool
 ) -> tuple[float, float]:
     """`make_up` with the mean of codes, which is nowhere stored."""
     readable = codes.compressor.readable(codes.codes, codes.weights, codes.own, vectors.x.numel())
     arrays = tuple(vector.numpy() for vector in vectors)
-    return _settle(arrays, *readable, least.numpy(), *_of_cuts(cuts), steers)
+    return _settle(arrays, *readable, least.numpy(), *_of_cuts(cuts), steers, watches)
 
 
 def _told_of(vectors: common.Vectors) -> list[np.ndarray]:
@@ -161,7 +167,7 @@ def _largest(x):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _make_up(vectors, mean, said, least, bounds, windows, since, steered, steers):
+def _make_up(vectors, mean, said, least, bounds, windows, since, steered, steers, watches):
     seen = 0.0, 0.0
     cut = 0
     size = mean.size
@@ -169,12 +175,16 @@ def _make_up(vectors, mean, said, least, bounds, windows, since, steered, steers
         last = min(first + BLOCK, size)
         unit = least[first // BLOCK] if least.size else np.float32(0.0)
         told = mean[first:last], said[first:last], least.size > 0, unit
-        cut, seen = _make_up_block(vectors, told, bounds, windows, since, steered, steers, cut, first, last, seen)
+        cut, seen = _make_up_block(
+            vectors, told, bounds, windows, since, steered, steers, watches, cut, first, last, seen
+        )
     return seen
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _settle(vectors, kind, bits, block, codes, nbytes, weights, own, least, bounds, windows, since, steered, steers):
+def _settle(
+    vectors, kind, bits, block, codes, nbytes, weights, own, least, bounds, windows, since, steered, steers, watches
+):
     unpacked, mean, said = np.empty(block, np.uint8), np.empty(block, np.float32), np.empty(block, np.float32)
     seen = 0.0, 0.0
     cut = 0
@@ -183,16 +193,18 @@ def _settle(vectors, kind, bits, block, codes, nbytes, weights, own, least, boun
         last = min(first + block, size)
         read_block(kind, bits, block, codes, nbytes, weights, own, first, last - first, unpacked, mean, said)
         told = mean, said, True, least[first // block]
-        cut, seen = _make_up_block(vectors, told, bounds, windows, since, steered, steers, cut, first, last, seen)
+        cut, seen = _make_up_block(
+            vectors, told, bounds, windows, since, steered, steers, watches, cut, first, last, seen
+        )
     return seen
 
 
 @njit(nogil=True, error_model="numpy")
-def _make_up_block(vectors, told, bounds, windows, since, steered, steers, cut, first, last, seen):
+def _make_up_block(vectors, told, bounds, windows, since, steered, steers, watches, cut, first, last, seen):
     """From `cut` on; the cut that goes on behind the block, and what has been seen of `apart`."""
     x_hat, m_hat, v_hat, x, m, v, apart = vectors
     mean, said, has_units, least = told
-    is_watched = first // BLOCK % WATCHED == 0
+    is_watched = watches and first // BLOCK % WATCHED == 0
     while cut < len(bounds) and bounds[cut, 0] < last:
         a, b = max(bounds[cut, 0], first), min(bounds[cut, 1], last)
         news = mean[a - first : b - first], said[a - first : b - first]

@@ -7,7 +7,7 @@ abstract was at hand: docs/methods/divisible.md says what is stated and what is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +27,7 @@ from laconic.methods.pieces import Piece
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives.
 LEAST_PLAIN, LEAST_CODED = 2, 4
 FOUR_BITS = Uniform(bits=4)
+FOREGROUND_CODE = Uniform(bits=8)  # a quarter of the bytes that are waited for, and what it loses is kept in m
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
 # The longest period for which "common" is the default: it knows only the latest gradients of a window, as m does.
 LONGEST_COMMON = 8
@@ -62,7 +63,8 @@ class Divisible(Method):
 
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
     compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("common",
-    "local"), 2 ("corrected") or 1 + those averaged. "common" adds a number to the foreground.
+    "local"), 2 ("corrected") or 1 + those averaged. "common" with codes in one hop has the foreground in 8 bits, about
+    (n−1)⌈d/R⌉ bytes, and adds the learning rates.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
@@ -166,9 +168,11 @@ class Divisible(Method):
         computed = comm.now()
         if self._common is not None:
             self._common.after_step()
-        self._foreground(worker)
+        finish = self._foreground(worker)
         if self._mean is not None:
             self._receive(worker, self._mean, worker.step)
+        finish()
+        if self._mean is not None:
             self._send(worker, self._mean)
             if self._pace is not None and self._pace.is_measuring(worker.step):
                 self._measure(worker, self._mean, self._pace, computed)
@@ -211,14 +215,19 @@ class Divisible(Method):
             vectors.append(self._correction)
         return vectors
 
-    def _foreground(self, worker: Replica) -> None:
+    def _foreground(self, worker: Replica) -> Callable[[], None]:
+        """Begin, and give what is to be done at the end. What has come in the background is seen to in between, while
+        others are on their way; it is not sent in between, where it would be in the foreground's way."""
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
+        if self._common is not None and self._hops(worker.comm.size) == 1 and self.background is not None:
+            return self._common.tell(block, FOREGROUND_CODE)
         if self._common is not None:
             self._common.meet(block)
-            return
-        moves = self.moves(worker)
-        e = moves.residual(block)
-        moves.move(block, worker.comm.mean(e), e)
+        else:
+            moves = self.moves(worker)
+            e = moves.residual(block)
+            moves.move(block, worker.comm.mean(e), e)
+        return lambda: None
 
     def _send(self, worker: Replica, mean: Mean) -> None:
         """The next piece: its e becomes s, so that nothing is sent twice. One message a step starts, new or second."""

@@ -406,8 +406,8 @@ def test_payload_is_the_formula() -> None:
     two_hops = sum(2 * messages[piece] for piece in (0, 1, 2, 0)) + messages[1]
     gradient = steps * (n - 1) * (4 + 4 * 200 // 8)  # in 4 bits
     background = [plain, coded, two_hops, 3 * plain, 2 * plain, coded + gradient]
-    with_rate = steps * round(2 * (n - 1) / n * 4 * 11)
-    expected = [*((foreground, nbytes) for nbytes in background), (with_rate, coded)]
+    short = steps * (n - 1) * (4 + 10 + 8)  # a scale, a byte an entry, the learning rate
+    expected = [*((foreground, nbytes) for nbytes in background), (short, coded)]
     assert laconic.spawn(run, n) == [expected] * n
 
 

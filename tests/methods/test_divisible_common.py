@@ -63,7 +63,7 @@ def test_agrees_with_the_oracle_for_200_steps(workers: int) -> None:
 
 def test_with_everything_in_the_foreground_it_is_full_communication() -> None:
     def run() -> list[Tensor]:
-        return train(laconic.Divisible(ratio=1, period=3), adamw, 50)
+        return train(laconic.Divisible(ratio=1, period=3, background=None), adamw, 50)
 
     for path in laconic.spawn(run, 3):
         torch.testing.assert_close(path[-1], allreduce(adamw, 3, 50)[-1], rtol=1e-4, atol=1e-5)
@@ -152,8 +152,8 @@ def test_kernels_give_the_same_bits(
     bounds = sorted({0, d, *(end for end in ends if end < d)})
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     cuts = [Cut(part, window, now, share / 3) for part in parts[::2]]  # some are passed over
-    sums = common.make_up(mine, ours[7], ours[8], cuts, least, share > 0)
-    watched = common_kernels.make_up(yours, theirs[7], theirs[8], cuts, least, share > 0)
+    sums = common.make_up(mine, ours[7], ours[8], cuts, least, share > 0, True)
+    watched = common_kernels.make_up(yours, theirs[7], theirs[8], cuts, least, share > 0, True)
     assert torch.equal(ours[:6], theirs[:6])
     if share == 0:  # kept up in one block of sixteen
         assert torch.equal(yours.apart[:2048], mine.apart[:2048])
@@ -344,13 +344,14 @@ def test_a_parameter_that_only_one_worker_has_gradients_for() -> None:
         torch.testing.assert_close(one, torch.full((60,), -3.0), rtol=0.25, atol=0)
 
 
-def test_learning_rates_that_differ_between_ranks_are_noticed() -> None:
+@pytest.mark.parametrize("background", [None, Uniform(4)])
+def test_learning_rates_that_differ_between_ranks_are_noticed(background: Any) -> None:
     def run() -> str:
         model = build_model()
         optimizer = adam(model)
         with (
-            pytest.raises((ValueError, laconic.PeerError)) as error,
-            laconic.Worker(model, optimizer, laconic.Divisible(8, 2)) as worker,
+            pytest.raises(ValueError) as error,
+            laconic.Worker(model, optimizer, laconic.Divisible(8, 2, background=background)) as worker,
         ):
             for step in range(10):
                 optimizer.param_groups[0]["lr"] = 0.011 if worker.rank == 1 and step == 6 else 0.01
@@ -358,7 +359,24 @@ def test_learning_rates_that_differ_between_ranks_are_noticed() -> None:
         return str(error.value)
 
     for text in laconic.spawn(run, 3):
-        assert "learning rates must be the same on all ranks, and at step 7 rank" in text
+        assert "learning rates must be the same on all ranks, and at step 7" in text
+        assert background is None or text.endswith("are [0.01] on rank 0; [0.011] on rank 1; [0.01] on rank 2")
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks() -> None:
+    def run() -> str:
+        model = nn.Linear(5000, 1, bias=False)
+        optimizer = adam(model)
+        method = laconic.Divisible(ratio=1)  # so that the foreground has it first
+        with pytest.raises(FloatingPointError) as error, laconic.Worker(model, optimizer, method) as worker:
+            for step in range(5):
+                model.weight.grad = torch.randn(1, 5000)
+                if worker.rank == 1 and step == 3:
+                    model.weight.grad[0, 77] = float("nan")
+                optimizer.step()
+        return str(error.value)
+
+    assert laconic.spawn(run, 3) == ["foreground at step 4: NaN or infinity on rank 1"] * 3
 
 
 def test_which_moments_when_none_are_asked_for() -> None:

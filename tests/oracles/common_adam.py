@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laconic.compress import Compressor
+from laconic.compress import Compressor, Uniform
 from tests.helpers import Optimize, build_model, flat, loss
 from tests.oracles.divisible import foreground_blocks, moment, set_moment
 
@@ -17,6 +17,12 @@ def about_root(x: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(x)
     half = (exponent - 1 + 2 * mantissa - 1) / 2 - 0.02252
     return torch.where(x > 0, torch.exp2(half.floor()) * (1 + half - half.floor()), 0.0)
+
+
+def coded(vectors: list[Tensor], v_hat: Tensor, compressor: Compressor) -> list[Tensor]:
+    root = about_root(v_hat)
+    unit = torch.maximum(root, 0.01 * root.max() + 1e-12)
+    return [compressor.decode(compressor.encode(own / unit), len(own)) * unit for own in vectors]
 
 
 def adam_window(
@@ -100,7 +106,8 @@ def common_adam(
             v: list[Tensor] = v,
             is_fresh: bool = False,
         ) -> None:
-            mean, before = torch.stack(told).mean(0), apart.clone()
+            mean = torch.stack(told).mean(0)
+            pairs: list[list[Tensor]] = [[] for _ in range(workers)]  # apart and that before, by worker
             for began in since[where].unique().tolist():
                 here = since[where] == began
                 at = torch.tensor(where)[here]
@@ -111,7 +118,10 @@ def common_adam(
                 )
                 for i in range(workers):
                     change = mean[here] - told[i][here]
-                    apart[i, at] = change / (1 - B1 ** (until - began))
+                    before = apart[i, at].double()
+                    if not is_fresh or any(shares[i]):
+                        apart[i, at] = change / (1 - B1 ** (until - began))
+                    pairs[i].append(torch.stack([apart[i, at].double(), before]))
                     again = sum((1 - B1) * B1 ** (step - j) * shares[i][j] for j in range(until + 1, step + 1))
                     m[i][at] += B1 ** (step - until) * change - steer[i, at] + again * apart[i, at]
                     steer[i, at] = again * apart[i, at]
@@ -124,20 +134,18 @@ def common_adam(
             since[where] = since[where].clamp(min=until)
             if not is_fresh:
                 for i in range(workers):
-                    old, new = before[i][where].double(), apart[i][where].double()
+                    new, old = torch.cat(pairs[i], 1) if pairs[i] else torch.zeros(2, 1).double()
                     seen[i] = 0.95 * seen[i][0] + float(old @ new), 0.95 * seen[i][1] + float(old @ old)
 
         block = list(blocks[step % len(blocks)])
-        make_up(step, block, gains(block), is_fresh=True)
+        told = gains(block) if background is None else coded(gains(block), v_hat[block], Uniform(8))
+        make_up(step, block, told, is_fresh=True)
 
         if flying and flying[0][0] + delay == step:
             make_up(*flying.pop(0))
 
         piece = pieces[(step - 1) % len(pieces)]
-        told, root = gains(piece), about_root(v_hat[piece])
-        unit = torch.maximum(root, 0.01 * root.max() + 1e-12)
-        if background is not None:
-            told = [background.decode(background.encode(own / unit), len(own)) * unit for own in told]
+        told = gains(piece) if background is None else coded(gains(piece), v_hat[piece], background)
         flying.append((step, piece, told))
 
         for i in range(workers):
