@@ -61,8 +61,8 @@ class Pace:
                     f"steps will wait for it",
                     stacklevel=2,
                 )
-        # A slightly shorter period is not worth following the noise for.
-        if needed > self.period or needed <= 0.8 * self.period:
+        # Later, a slightly shorter period is not worth following the noise for.
+        if needed > self.period or needed <= 0.8 * self.period or not self.is_settled:
             self.period = min(needed, self.most)
 
     def state_dict(self) -> dict[str, object]:
