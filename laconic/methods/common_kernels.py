@@ -21,7 +21,7 @@ from laconic.methods.carried import Codes
 BLOCK = common.BLOCK
 LEAST_UNIT, TINY, HALF_BIAS = np.float32(common.LEAST_UNIT), np.float32(common.TINY), np.int32(common.HALF_BIAS)
 FACTORS = np.dtype([(name, np.float32) for name in common.Window._fields])
-WATCHED = 16  # one block in so many, to see whether there is anything to steer by
+WATCHED = 32  # one block in so many, to see whether there is anything to steer by
 NO_UNITS = np.empty(0, np.float32)
 
 
