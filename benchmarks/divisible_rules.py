@@ -20,7 +20,8 @@ from divisible import SETTINGS
 from torch import Tensor
 
 from laconic import compress, tasks
-from laconic.methods.common import Cut, Run, Vectors, Window, find_kernels, least_units
+from laconic.methods.common import Cut, Run, Step, Vectors, Window, find_kernels, in_m, least_units
+from laconic.methods.steering import KEPT, LEAST_SHARE
 from laconic.tasks import Task
 
 BETA2 = 0.999
@@ -41,6 +42,7 @@ class Case:
     fresh: int = 0  # the smallest tensors, up to d / fresh entries, have the fresh mean gradient in every step
     lookahead: float = 0.0  # replicas: gradients are taken where x will be after so many more steps like the last
     own: float = 1.0  # corrected: the share of the own gradient, and of the own stale one that is taken off
+    steer: float | str = "lasting"  # common: by the share of a difference that lasts, or by this share of it
     v: str = "as moments say"  # or made in each step of the fresh mean gradient: "fresh", or with one factor a "tensor"
     partition: str = "iid"
     lr: float = 2e-3
@@ -102,7 +104,8 @@ CASES = {
         Case("common", 4, coder="uniform:4", lr=3e-3, delay=2),
     ],
     "unlike": [
-        *(Case("common", period, coder="uniform:4", partition="classes:2") for period in (1, 2, 4, 8)),
+        *(Case("common", period, coder="uniform:4", partition="classes:2") for period in (1, 2, 3, 4, 8)),
+        *(Case("common", 4, coder="uniform:4", partition="classes:2", steer=share) for share in (0.0, 0.5, 1.0)),
         Case("common", 4, partition="classes:2"),
         Case("common", 4, coder="log:4", partition="classes:2"),
     ],
@@ -207,43 +210,66 @@ class FreshV:
                 replica.optimizer.state[p]["exp_avg_sq"].copy_(before[span].view_as(p))
 
 
+class Steered:
+    """One worker of `common_adam`: its vectors, and what it steers by."""
+
+    def __init__(self, case: Case, replica: Replica, common: list[Tensor]) -> None:
+        d = replica.x.numel()
+        self.vectors = Vectors(*common, replica.x, torch.zeros(d), torch.zeros(d), torch.zeros(d))
+        self.share = 0.0 if case.steer == "lasting" else float(case.steer)
+        self.shares = [0.0]
+        self._replica, self._lasts, self._seen = replica, case.steer == "lasting", (0.0, 0.0)
+        for p, span in zip(replica.model.parameters(), replica.spans, strict=True):
+            m, v = self.vectors.m[span].view_as(p), self.vectors.v[span].view_as(p)
+            replica.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v}
+
+    def step(self, step: int) -> None:
+        self._replica.gradient(step).add_(self.vectors.apart, alpha=self.share)
+        self.shares.append(self.share)
+        self._replica.step()
+
+    def see(self, seen: tuple[float, float]) -> None:
+        self._seen = KEPT * self._seen[0] + seen[0], KEPT * self._seen[1] + seen[1]
+        if self._lasts and self._seen[1] > 0:
+            share = self._seen[0] / self._seen[1]
+            self.share = min(share, 1.0) if share >= LEAST_SHARE else 0.0
+
+
 def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     """The library's rule, without a foreground: the mean model (d)."""
     group, d = replicas[0].optimizer.param_groups[0], replicas[0].x.numel()
     common = [replicas[0].x.clone(), torch.zeros(d), torch.zeros(d)]  # x̂, m̂ and v̂
-    own = [Vectors(*common, replica.x, torch.zeros(d), torch.zeros(d)) for replica in replicas]
-    for replica, vectors in zip(replicas, own, strict=True):
-        for p, span in zip(replica.model.parameters(), replica.spans, strict=True):
-            m, v = vectors.m[span].view_as(p), vectors.v[span].view_as(p)
-            replica.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v}
+    workers = [Steered(case, replica, common) for replica in replicas]
+    gains = Channel(case.period, case.delay, d, case.coder)
+    last, least, made = {}, {}, [Step(0.0, 0.0, 0.0)]
     kernels = find_kernels(common[0])
     assert kernels is not None
-    gains = Channel(case.period, case.delay, d, case.coder)
-    last, least, rates = {}, {}, [0.0]
     for step in range(1, steps + 1):
-        for replica in replicas:
-            replica.gradient(step)
-        rates.append(group["lr"])
-        for replica in replicas:
-            replica.step()
+        made.append(Step(group["lr"], *group["betas"]))
+        for worker in workers:
+            worker.step(step)
         with torch.no_grad():
             for piece, told, mean in gains.due(step):
                 began, sent = last[piece.start]
-                window = Window.of(group, rates[began + 1 : sent + 1], began)
-                since = Window.of(group, rates[sent + 1 : step + 1], sent)
-                cuts = [Cut(slice(0, piece.stop - piece.start), window, since)]
-                for vectors, said in zip(own, told, strict=True):  # each makes up the common ones, all alike
+                for worker, said in zip(workers, told, strict=True):  # each makes up the common ones, all alike
+                    window = Window.of(group, made[began + 1 : sent + 1], began, worker.shares[began + 1 : sent + 1])
+                    since = Window.of(group, made[sent + 1 : step + 1], sent, worker.shares[sent + 1 : step + 1])
+                    steered = window.steered * since.kept_m + since.steered
                     made_up = [vector[piece].clone() for vector in common]
-                    mine = [vector[piece] for vector in (vectors.x, vectors.m, vectors.v)]
-                    kernels.make_up(Vectors(*made_up, *mine), mean, said, cuts, least[piece.start])
+                    vectors = Vectors(*made_up, *worker.vectors.over(piece)[3:])
+                    cuts = [Cut(slice(0, piece.stop - piece.start), window, since, steered)]
+                    worker.see(kernels.make_up(vectors, mean, said, cuts, least[piece.start], True, True))
                 for vector, part in zip(common, made_up, strict=True):
                     vector[piece] = part
             piece = gains.piece(step, d)
-            last[piece.start] = last.get(piece.start, (0, 0))[1], step
+            began = last.get(piece.start, (0, 0))[1]
+            last[piece.start] = began, step
             least[piece.start] = least_units(common[2][piece])
-            kept = group["betas"][0] ** (step - last[piece.start][0])
-            runs = [Run(slice(0, piece.stop - piece.start), kept)]
-            told = [kernels.gain(vectors.over(piece), runs, least[piece.start]) for vectors in own]
+            beta, told = group["betas"][0], []
+            for worker in workers:
+                steered = in_m(made[began + 1 :], worker.shares[began + 1 :])
+                runs = [Run(slice(0, piece.stop - piece.start), beta ** (step - began), steered)]
+                told.append(kernels.gain(worker.vectors.over(piece), runs, least[piece.start]))
             gains.send(step, piece, told)
     return torch.stack([replica.x for replica in replicas]).mean(0)
 

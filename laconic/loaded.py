@@ -12,6 +12,7 @@ from laconic.compress.feedback import encode_with_feedback
 from laconic.compress.quantizers import Uniform
 from laconic.compress.spec import NAMES
 from laconic.methods import common
+from laconic.methods.carried import Codes
 
 _x = torch.linspace(-1, 1, 1 << 16)  # as large as the anchor wants for its kernels
 for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=True)]:
@@ -19,13 +20,20 @@ for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=T
     _compressor.encode(_x)
     _compressor.decode(_code, _x.numel())
     _compressor.decode_add(_code, torch.zeros_like(_x))
+    _compressor.encode_difference(_x, -_x)
+    _compressor.settle([_code], [1.0], 0, _x.clone(), _x.clone())
 _anchor, _ = anchor.lay_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
 if _kernels := common.find_kernels(_x):
     _vectors = common.Vectors(*(_x.square() for _ in common.Vectors._fields))
     _group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
-    _window = common.Window.of(_group, [1e-3], 0, [0.0])
-    _gain = _kernels.gain(_vectors, [common.Run(slice(0, _x.numel()), 0.5, 0.0)])
-    _cut = common.Cut(slice(0, _x.numel()), _window, _window, 0.0)
-    _kernels.make_up(_vectors, _gain, _gain, [_cut], None, False, False)
+    _window = common.Window.of(_group, [common.Step(1e-3, 0.9, 0.999)], 0, [0.0])
+    _runs = [common.Run(slice(0, _x.numel()), 0.5, 0.0)]
+    _cuts = [common.Cut(slice(0, _x.numel()), _window, _window, 0.0)]
+    _gain = _kernels.gain(_vectors, _runs)
+    _kernels.make_up(_vectors, _gain, _gain, _cuts, None, False, False)
+    _uniform = Uniform(4)
+    _least, _code = common.least_units(_x), torch.empty(_uniform.nbytes(_x.numel()), dtype=torch.uint8)
+    _kernels.encode(_vectors, _runs, _uniform, 0, _least, _code)
+    _kernels.settle(_vectors, Codes(_uniform, [_code], [1.0], 0, 0), _cuts, _least, False, False)

@@ -7,8 +7,10 @@ of the mean gradient, all ranks alike; that takes the place of the own steps, an
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -48,6 +50,14 @@ class Vectors(NamedTuple):
         return Vectors(*(vector[part] for vector in self))
 
 
+class Step(NamedTuple):
+    """What a step was made with, in a parameter group: schedules change these."""
+
+    lr: float
+    beta1: float
+    beta2: float
+
+
 class Window(NamedTuple):
     """k steps of Adam that are made at once, as factors of the vectors.
 
@@ -73,28 +83,31 @@ class Window(NamedTuple):
     steered: float  # Σ (1−β₁) β₁ʲ share: of `apart` in the gain of a worker that has steered
 
     @classmethod
-    def of(cls, group: dict[str, Any], rates: list[float], count: int, shares: list[float]) -> Window:
-        """`rates` and shares are those of the steps, `count` the number of the optimizer's steps before them."""
-        beta1, beta2 = group["betas"]
-        k = len(rates)
-        decays = [1 - rate * group["weight_decay"] * group["decoupled_weight_decay"] for rate in rates]
-        weights = [rate / (1 - beta1 ** (count + i)) * math.prod(decays[i:]) for i, rate in enumerate(rates, start=1)]
+    def of(cls, group: dict[str, Any], steps: Sequence[Step], count: int, shares: Sequence[float]) -> Window:
+        """`count`: the number of the optimizer's steps before these; `shares`: by which a worker steered in them."""
+        k, (beta1, beta2) = len(steps), steps[-1][1:] if steps else group["betas"]
+        kept = list(itertools.accumulate((step.beta1 for step in steps), operator.mul, initial=1.0))
+        decays = [1 - step.lr * group["weight_decay"] * group["decoupled_weight_decay"] for step in steps]
+        weights = [
+            step.lr / (1 - step.beta1 ** (count + i)) * math.prod(decays[i:]) for i, step in enumerate(steps, start=1)
+        ]
+        kept_v = math.prod(step.beta2 for step in steps)
         ratio = (1 + beta1) / (1 - beta1)
-        k_e = ratio * (1 - beta1**k) / (1 + beta1**k)
-        spread = 1 / (1 - beta1**k) if k else 0.0
+        k_e = ratio * (1 - kept[k]) / (1 + kept[k])
+        spread = 1 / (1 - kept[k]) if k else 0.0
         return cls(
-            kept_m=beta1**k,
-            kept_v=beta2**k,
-            new_v=1 - beta2**k,
+            kept_m=kept[k],
+            kept_v=kept_v,
+            new_v=1 - kept_v,
             spread=spread,
             before=1 / (1 - beta1**count) if count else 0.0,
             noise=NOISE * (k_e - 1) / (1 + k_e / ratio),
             unbiased=1 / (1 - beta2 ** (count + k)),
             eps=group["eps"],
             decay=math.prod(decays),
-            coast=sum(beta1**i * weight for i, weight in enumerate(weights, start=1)),
-            push=spread * sum((1 - beta1**i) * weight for i, weight in enumerate(weights, start=1)),
-            steered=in_m(beta1, shares),
+            coast=sum(kept[i] * weight for i, weight in enumerate(weights, start=1)),
+            push=spread * sum((1 - kept[i]) * weight for i, weight in enumerate(weights, start=1)),
+            steered=in_m(steps, shares),
         )
 
 
@@ -131,7 +144,7 @@ class CommonAdam(Carried):
 
     @staticmethod
     def settings(optimizer: torch.optim.Optimizer) -> str:
-        """What else must be the same on all ranks. (Learning rates, which change, are compared in every step.)"""
+        """What else must be the same on all ranks. (Learning rates and betas, which may change, are compared again.)"""
         names = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
         return ", ".join(str({name: group[name] for name in names}) for group in optimizer.param_groups)
 
@@ -139,7 +152,7 @@ class CommonAdam(Carried):
         d = worker.x.numel()
         self.m_hat, self.v_hat = torch.zeros_like(worker.x), torch.zeros_like(worker.x)
         self.since = Ranges([[d, 0]])  # the step that the common vectors are of
-        self.rates: list[list[float]] = []  # of the latest steps, for each parameter group
+        self.steps: list[list[Step]] = []  # the latest, for each parameter group
         self.count = 0  # the optimizer's steps before the worker's first
         self._worker, self._x_hat, self._started = worker, x_hat, False
         self._vectors: Vectors | None = None  # of this step
@@ -164,7 +177,6 @@ class CommonAdam(Carried):
         for parameter in self._worker.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.steering.shares.append(self.steering.share)
         self.steering.before_step(self._worker)
 
     def _go_on_from(self, moments: dict[str, Tensor]) -> None:
@@ -186,9 +198,11 @@ class CommonAdam(Carried):
     def after_step(self) -> None:
         self._vectors = None
         self._windows.clear()
-        self.rates.append([float(group["lr"]) for group in self._worker.optimizer.param_groups])
-        age = self._worker.step - min(since for _, since in self.since.entries)
-        del self.rates[: len(self.rates) - age], self.steering.shares[: len(self.steering.shares) - age]
+        groups = self._worker.optimizer.param_groups
+        self.steps.append([Step(float(group["lr"]), *map(float, group["betas"])) for group in groups])
+        self.steering.shares.append(self.steering.share)
+        past = max(0, len(self.steps) - (self._worker.step - min(since for _, since in self.since.entries)))
+        del self.steps[:past], self.steering.shares[:past]
 
     def take(self, piece: Piece, part: slice) -> Tensor:
         piece.kept[part.start] = least = least_units(self.v_hat[part])
@@ -196,7 +210,8 @@ class CommonAdam(Carried):
 
     def put(self, piece: Piece, part: slice, mean: Tensor, own: Tensor) -> None:
         cuts, least = self._cuts(piece.step, part), piece.kept.pop(part.start)
-        self.steering.see(*self._make_up(self._own().over(part), mean, own, cuts, least, self.steering.is_on, True))
+        seen = self._make_up(self._own().over(part), mean, own, cuts, least, self.steering.is_on, True)
+        self.steering.see(*seen, piece.share(part))
 
     def encode(self, piece: Piece, part: slice, compressor: Compressor, out: Tensor) -> None:
         if self._kernels is None or not in_blocks(compressor):
@@ -210,7 +225,8 @@ class CommonAdam(Carried):
     def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
         if part.start < part.stop:  # else the row has ended
             cuts = self._cuts(piece.step, part)
-            self.steering.see(*self._settle(piece, part, codes, cuts, self.steering.is_on, watches=True))
+            seen = self._settle(piece, part, codes, cuts, self.steering.is_on, watches=True)
+            self.steering.see(*seen, piece.share(part))
 
     def _settle(
         self, piece: Piece, part: slice, codes: Codes, cuts: list[Cut], steers: bool, watches: bool
@@ -224,18 +240,14 @@ class CommonAdam(Carried):
 
     def meet(self, block: slice) -> None:
         """Make up for all steps so far, also where a piece is on its way, which then comes too late."""
-        step, comm = self._worker.step, self._worker.comm
+        comm = self._worker.comm
         vectors = self._own().over(block)
         own = self._gain(vectors, self._runs(block))
-        rate = sum(i * rate for i, rate in enumerate(self.rates[-1], start=1))
-        mean = comm.mean(torch.cat([own, own.new_tensor([rate])]))
-        heard = float(mean[-1])
-        if abs(heard - rate) > max(4, comm.size) * torch.finfo(mean.dtype).eps * rate:
-            raise ValueError(
-                f"learning rates must be the same on all ranks, and at step {step} rank {comm.rank} has "
-                f"{self.rates[-1]}, which makes {rate:.8g}, and the mean of all is {heard:.8g}"
-            )
-        self._make_up(vectors, mean[:-1], own, self._cuts(step, block), None, self.steering.is_on, False)
+        pending = comm.all_gather_async(self._settings_now())
+        mean = comm.mean(own)
+        self._check_settings(pending.wait())
+        cuts = self._cuts(self._worker.step, block)
+        self._make_up(vectors, mean, own, cuts, None, self.steering.is_on, False)
 
     def tell(self, block: slice, compressor: Compressor) -> Callable[[], None]:
         """`meet` in two: tells the others, and gives what is to be done when they have told.
@@ -244,32 +256,38 @@ class CommonAdam(Carried):
         """
         step, comm = self._worker.step, self._worker.comm
         piece, nbytes = Piece([block], step, step), compressor.nbytes(block.stop - block.start)
-        rates = torch.tensor(self.rates[-1], dtype=torch.float64)
-        message = torch.empty(nbytes + rates.nbytes, dtype=torch.uint8, device=self.m_hat.device)
+        settings = self._settings_now()
+        message = torch.empty(nbytes + settings.nbytes, dtype=torch.uint8, device=self.m_hat.device)
         try:
             self.encode(piece, block, compressor, message[:nbytes])
         except ValueError:  # an entry is not finite, which all must know
-            rates.fill_(math.nan)
-        message[nbytes:] = rates.view(torch.uint8)
+            settings.fill_(math.nan)
+        message[nbytes:] = settings.view(torch.uint8)
         cuts, steers = self._cuts(step, block), self.steering.is_on
         pending = comm.all_to_all_async([message] * comm.size)  # one way to all; a gather would go from rank to rank
 
         def finish() -> None:
             told = pending.wait()
-            self._check_rates([one[nbytes:].clone().view(torch.float64).tolist() for one in told])
+            self._check_settings([one[nbytes:].clone().view(torch.float64) for one in told])
             shares = [1 / comm.size] * comm.size
             codes = Codes(compressor, [one[:nbytes] for one in told], shares, comm.rank, step)
             self._settle(piece, block, codes, cuts, steers, watches=False)
 
         return finish
 
-    def _check_rates(self, by_rank: list[list[float]]) -> None:
+    def _settings_now(self) -> Tensor:
+        return torch.tensor(self.steps[-1], dtype=torch.float64, device=self.m_hat.device).view(-1)
+
+    def _check_settings(self, by_rank: list[Tensor]) -> None:
         step = self._worker.step
-        if culprits := [str(rank) for rank, rates in enumerate(by_rank) if any(math.isnan(rate) for rate in rates)]:
+        if culprits := [str(rank) for rank, settings in enumerate(by_rank) if settings.isnan().any()]:
             raise FloatingPointError(f"foreground at step {step}: NaN or infinity on rank {', '.join(culprits)}")
-        if any(rates != by_rank[0] for rates in by_rank):
-            listed = "; ".join(f"{rates} on rank {rank}" for rank, rates in enumerate(by_rank))
-            raise ValueError(f"learning rates must be the same on all ranks, and at step {step} are {listed}")
+        if any(not settings.equal(by_rank[0]) for settings in by_rank):
+            width = len(Step._fields)
+            listed = "; ".join(f"{s.view(-1, width).tolist()} on rank {rank}" for rank, s in enumerate(by_rank))
+            raise ValueError(
+                f"learning rates and betas must be the same on all ranks, and at step {step} are, by group, {listed}"
+            )
 
     def unit(self, piece: Piece, part: slice) -> Tensor:
         unit = units(self.v_hat[part], piece.kept[part.start])
@@ -285,11 +303,11 @@ class CommonAdam(Carried):
         ]
 
     def _runs(self, part: slice) -> list[Run]:
-        groups, runs = self._worker.optimizer.param_groups, []
+        runs = []
         for run, since, group in self._ages(part):
-            beta, steps = groups[group]["betas"][0], self._worker.step - since
-            shares = self.steering.shares[len(self.steering.shares) - steps :]
-            runs.append(Run(seen_from(run, part), beta**steps, in_m(beta, shares)))
+            steps, shares = self._made(group, since, self._worker.step)
+            kept = math.prod(step.beta1 for step in steps)
+            runs.append(Run(seen_from(run, part), kept, in_m(steps, shares)))
         return runs
 
     def _cuts(self, step: int, part: slice) -> list[Cut]:
@@ -313,32 +331,41 @@ class CommonAdam(Carried):
         """From the end of one step to the end of another, in a parameter group."""
         window = self._windows.get((number, start, stop))
         if window is None:
-            first = len(self.rates) - self._worker.step
-            steps = slice(first + start, first + stop)
-            rates = [rates[number] for rates in self.rates[steps]]
-            group = self._worker.optimizer.param_groups[number]
-            window = Window.of(group, rates, self.count + start, self.steering.shares[steps])
+            steps, shares = self._made(number, start, stop)
+            window = Window.of(self._worker.optimizer.param_groups[number], steps, self.count + start, shares)
             self._windows[number, start, stop] = window
         return window
 
+    def _made(self, number: int, start: int, stop: int) -> tuple[list[Step], list[float]]:
+        """The steps from the end of one to the end of another, in a parameter group, and the shares in them."""
+        first = len(self.steps) - self._worker.step
+        here = slice(first + start, first + stop)
+        return [by_group[number] for by_group in self.steps[here]], self.steering.shares[here]
+
     def state_dict(self) -> dict[str, Any]:
         vectors = {"m_hat": self.m_hat, "v_hat": self.v_hat}
-        steps = {"since": self.since.entries, "rates": self.rates, "count": self.count}
+        steps = {
+            "since": self.since.entries,
+            "steps": [list(map(tuple, step)) for step in self.steps],
+            "count": self.count,
+        }
         return vectors | steps | {"steering": self.steering.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.m_hat.copy_(saved["m_hat"])
         self.v_hat.copy_(saved["v_hat"])
-        self.since.entries, self.rates, self.count = saved["since"], saved["rates"], saved["count"]
+        self.since.entries, self.count = saved["since"], saved["count"]
+        self.steps = [[Step(*group) for group in step] for step in saved["steps"]]
         self.steering.load_state_dict(saved["steering"])
         self._vectors, self._started = None, self._worker.step > 0
+        self._windows.clear()
 
 
-def in_m(beta1: float, values: list[float]) -> float:
-    """What gradients that have followed one another are in m."""
+def in_m(steps: Sequence[Step], values: Sequence[float]) -> float:
+    """What these are in m, when each was added to the gradient of a step."""
     total = 0.0
-    for value in values:
-        total = beta1 * total + (1 - beta1) * value
+    for step, value in zip(steps, values, strict=True):
+        total = step.beta1 * total + (1 - step.beta1) * value
     return total
 
 
@@ -395,7 +422,8 @@ def make_up(
         gain, change = gain * unit, change * unit
     products = squares = 0.0
     for cut in cuts:
-        before, apart = vectors.apart[cut.part], change[cut.part] * cut.window.spread
+        before = vectors.apart[cut.part]
+        apart = (change[cut.part] * cut.window.spread).to(before.dtype)
         if watches:
             products += float(apart @ before)
             squares += float(before @ before)

@@ -68,8 +68,8 @@ def _told_of(vectors: common.Vectors) -> list[np.ndarray]:
 
 def _of_runs(runs: list[common.Run]) -> tuple[np.ndarray, np.ndarray]:
     """Where they end, and the rest. They follow one another from 0 on."""
-    stops = np.array([run.part.stop for run in runs])
-    return stops, np.array([(run.kept, run.steered) for run in runs], np.float32)
+    stops = np.array([run.part.stop for run in runs], np.int64)
+    return stops, np.array([(run.kept, run.steered) for run in runs], np.float32).reshape(-1, 2)
 
 
 def _of_cuts(cuts: list[common.Cut]) -> tuple[np.ndarray, ...]:

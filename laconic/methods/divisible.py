@@ -27,7 +27,8 @@ from laconic.methods.pieces import Piece
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives.
 LEAST_PLAIN, LEAST_CODED = 2, 4
 FOUR_BITS = Uniform(bits=4)
-FOREGROUND_CODE = Uniform(bits=8)  # a quarter of the bytes that are waited for, and what it loses is kept in m
+FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
+MANY = 8  # workers from which on that is no less than a mean in all bits
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
 # The longest period for which "common" is the default: it knows only the latest gradients of a window, as m does.
 LONGEST_COMMON = 8
@@ -219,7 +220,8 @@ class Divisible(Method):
         """Begin, and give what is to be done at the end. What has come in the background is seen to in between, while
         others are on their way; it is not sent in between, where it would be in the foreground's way."""
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
-        if self._common is not None and self._hops(worker.comm.size) == 1 and self.background is not None:
+        workers = worker.comm.size
+        if self._common is not None and self.background is not None and self._hops(workers) == 1 and workers < MANY:
             return self._common.tell(block, FOREGROUND_CODE)
         if self._common is not None:
             self._common.meet(block)
@@ -279,6 +281,8 @@ class Divisible(Method):
             # From here on "local": own steps since the common vectors were made are moves like any others.
             self.drain(worker)
             self._common = None
+            if isinstance(mean, OwnersMean):
+                mean.residuals = []  # they are of gains
 
     def _note_waiting(self, comm: Comm) -> None:
         now = comm.now()

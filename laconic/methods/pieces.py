@@ -47,6 +47,11 @@ class Piece:
     messages: int = 0  # sent so far
     pending: Pending[Any] | None = None
 
+    def share(self, part: slice) -> float:
+        """That one of its parts has in it."""
+        lengths = [int(one.stop - one.start) for one in (part, *self.parts)]
+        return lengths[0] / sum(lengths[1:])
+
     def overlaps(self, other: Piece) -> bool:
         pairs = itertools.product(self.parts, other.parts)
         return any(max(one.start, two.start) < min(one.stop, two.stop) for one, two in pairs)

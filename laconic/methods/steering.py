@@ -36,10 +36,10 @@ class Steering:
             assert gradient is not None
             gradient.add_(view, alpha=self.share if descends[id(parameter)] else -self.share)
 
-    def see(self, products: float, squares: float) -> None:
-        """Of differences that have come now with those before, and of those."""
-        self._products = KEPT * self._products + products
-        self._squares = KEPT * self._squares + squares
+    def see(self, products: float, squares: float, part: float = 1.0) -> None:
+        """Of differences that have come now with those before, and of those; in which part of a piece."""
+        self._products = KEPT**part * self._products + products
+        self._squares = KEPT**part * self._squares + squares
         share = min(self._products / self._squares, 1.0) if self._squares > 0 else 0.0
         self.share = share if share >= LEAST_SHARE else 0.0
         self.is_on |= self.share > 0
