@@ -276,18 +276,21 @@ class CommonAdam(Carried):
         return finish
 
     def _settings_now(self) -> Tensor:
-        return torch.tensor(self.steps[-1], dtype=torch.float64, device=self.m_hat.device).view(-1)
+        """What must be the same on all ranks, and by how much this one steers."""
+        settings = [number for step in self.steps[-1] for number in step]
+        return torch.tensor([*settings, self.steering.share], dtype=torch.float64, device=self.m_hat.device)
 
-    def _check_settings(self, by_rank: list[Tensor]) -> None:
-        step = self._worker.step
-        if culprits := [str(rank) for rank, settings in enumerate(by_rank) if settings.isnan().any()]:
+    def _check_settings(self, told: list[Tensor]) -> None:
+        step, by_rank = self._worker.step, [one[:-1].tolist() for one in told]
+        if culprits := [str(rank) for rank, numbers in enumerate(by_rank) if math.isnan(numbers[0])]:
             raise FloatingPointError(f"foreground at step {step}: NaN or infinity on rank {', '.join(culprits)}")
-        if any(not settings.equal(by_rank[0]) for settings in by_rank):
-            width = len(Step._fields)
-            listed = "; ".join(f"{s.view(-1, width).tolist()} on rank {rank}" for rank, s in enumerate(by_rank))
+        if any(numbers != by_rank[0] for numbers in by_rank):
+            listed = "; ".join(f"{numbers} on rank {rank}" for rank, numbers in enumerate(by_rank))
             raise ValueError(
-                f"learning rates and betas must be the same on all ranks, and at step {step} are, by group, {listed}"
+                f"learning rates and betas must be the same on all ranks, "
+                f"and at step {step} are, group by group, {listed}"
             )
+        self.steering.hear([float(one[-1]) for one in told])
 
     def unit(self, piece: Piece, part: slice) -> Tensor:
         unit = units(self.v_hat[part], piece.kept[part.start])

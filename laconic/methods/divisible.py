@@ -24,8 +24,9 @@ from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainM
 from laconic.methods.pace import Pace
 from laconic.methods.pieces import Piece
 
-# The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives.
-LEAST_PLAIN, LEAST_CODED = 2, 4
+# The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives;
+# freshness gives more where workers are seen to hold unlike data ("common").
+LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 2
 FOUR_BITS = Uniform(bits=4)
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
@@ -173,6 +174,8 @@ class Divisible(Method):
         if self._mean is not None:
             self._receive(worker, self._mean, worker.step)
         finish()
+        if self._pace is not None and self._common is not None and self._common.steering.data_is_unlike:
+            self._pace.lower(max(LEAST_UNLIKE, self._journey(comm.size)))
         if self._mean is not None:
             self._send(worker, self._mean)
             if self._pace is not None and self._pace.is_measuring(worker.step):

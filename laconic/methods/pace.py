@@ -25,6 +25,7 @@ class Pace:
         self.least, self.most = min(least, most), most
         self.period = max(self.least, min(START, most))
         self.samples: list[list[float]] = []  # [seconds of computing, seconds of a full transfer]
+        self.measured: list[float] = []  # the same, as last agreed
         self.next_window, self.rounds = FIRST, 0
         self._comm, self._warned = comm, False
 
@@ -44,11 +45,18 @@ class Pace:
             return
         own = torch.tensor([statistics.median(column) for column in zip(*self.samples, strict=True)])
         # The slowest worker sets the time of a step, and the slowest link that of a transfer.
-        computing, transfer = torch.stack(self._comm.all_gather(own.double())).amax(0).tolist()
-        self._decide(computing, transfer)
+        self.measured = torch.stack(self._comm.all_gather(own.double())).amax(0).tolist()
+        self._decide(*self.measured)
         self.samples = []
         self.rounds += 1
         self.next_window = step + (1 if self.rounds < ROUNDS else INTERVAL)
+
+    def lower(self, least: int) -> None:
+        """Allow shorter periods. On all ranks in the same step."""
+        if least < self.least:
+            self.least = least
+            if self.is_settled:
+                self._decide(*self.measured)
 
     def _decide(self, computing: float, transfer: float) -> None:
         needed = max(self.least, math.ceil(MARGIN * transfer / max(computing, 1e-9)))
@@ -66,7 +74,8 @@ class Pace:
             self.period = min(needed, self.most)
 
     def state_dict(self) -> dict[str, object]:
-        return {"period": self.period, "samples": self.samples, "next_window": self.next_window, "rounds": self.rounds}
+        names = ("period", "least", "samples", "measured", "next_window", "rounds")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, object]) -> None:
         self.__dict__.update(saved)

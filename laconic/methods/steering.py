@@ -10,6 +10,7 @@ from laconic.method import Replica
 
 KEPT = 0.95  # of what was seen, from piece to piece
 LEAST_SHARE = 0.1  # below, it is taken for chance
+SURE = 20  # steps in a row with steering, which are no chance
 
 
 class Steering:
@@ -25,6 +26,7 @@ class Steering:
         self.share = 0.0
         self.shares: list[float] = []  # that were added in the latest steps
         self.is_on = False  # once it was, `apart` is kept up everywhere
+        self.steps = 0  # in a row in which some rank has steered; all ranks know the same
         self._products = self._squares = 0.0  # of each difference with the one before, and of that one
         self._views = worker.views(self.apart)
 
@@ -44,11 +46,20 @@ class Steering:
         self.share = share if share >= LEAST_SHARE else 0.0
         self.is_on |= self.share > 0
 
+    @property
+    def data_is_unlike(self) -> bool:
+        return self.steps >= SURE
+
+    def hear(self, shares: list[float]) -> None:
+        """By how much each rank steers now."""
+        self.steps = self.steps + 1 if any(shares) else 0
+
     def state_dict(self) -> dict[str, Any]:
         seen = {"share": self.share, "shares": self.shares, "seen": [self._products, self._squares]}
-        return seen | {"apart": self.apart, "is_on": self.is_on}
+        return seen | {"apart": self.apart, "is_on": self.is_on, "steps": self.steps}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.apart.copy_(saved["apart"])
-        self.share, self.shares, self.is_on = saved["share"], saved["shares"], saved["is_on"]
+        self.share, self.shares = saved["share"], saved["shares"]
+        self.is_on, self.steps = saved["is_on"], saved["steps"]
         self._products, self._squares = saved["seen"]

@@ -406,7 +406,7 @@ def test_payload_is_the_formula() -> None:
     two_hops = sum(2 * messages[piece] for piece in (0, 1, 2, 0)) + messages[1]
     gradient = steps * (n - 1) * (4 + 4 * 200 // 8)  # in 4 bits
     background = [plain, coded, two_hops, 3 * plain, 2 * plain, coded + gradient]
-    short = steps * (n - 1) * (4 + 10 + 24)  # a scale, a byte an entry, the learning rate and betas
+    short = steps * (n - 1) * (4 + 10 + 32)  # a scale, a byte an entry, the learning rate, betas and share
     expected = [*((foreground, nbytes) for nbytes in background), (short, coded)]
     assert laconic.spawn(run, n) == [expected] * n
 

@@ -365,9 +365,9 @@ def test_learning_rates_that_differ_between_ranks_are_noticed(background: Any) -
         return str(error.value)
 
     for text in laconic.spawn(run, 3):
-        expected = [f"[[{rate}, 0.9, 0.999]] on rank {rank}" for rank, rate in enumerate((0.01, 0.011, 0.01))]
+        expected = [f"[{rate}, 0.9, 0.999] on rank {rank}" for rank, rate in enumerate((0.01, 0.011, 0.01))]
         assert text == (
-            "learning rates and betas must be the same on all ranks, and at step 7 are, by group, "
+            "learning rates and betas must be the same on all ranks, and at step 7 are, group by group, "
             + "; ".join(expected)
         )
 

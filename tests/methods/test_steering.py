@@ -20,11 +20,11 @@ STEPS = 40
 class Training:
     """Gradients are what this rank's data is like, and noise of 1."""
 
-    def __init__(self, unlike: float, sign: float = 1.0) -> None:
+    def __init__(self, unlike: float, sign: float = 1.0, period: Any = 4) -> None:
         self.model = nn.Linear(D, 1, bias=False)
         nn.init.zeros_(self.model.weight)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, maximize=sign < 0)
-        self.worker = laconic.Worker(self.model, self.optimizer, laconic.Divisible(1024, 4, background=Uniform(8)))
+        self.worker = laconic.Worker(self.model, self.optimizer, laconic.Divisible(1024, period, background=Uniform(8)))
         self.method: Any = self.worker.method
         self.sign = sign
         self.kind = unlike * torch.randn(1, D, generator=torch.Generator().manual_seed(rank()))
@@ -83,6 +83,24 @@ def test_ascent_is_steered_the_same_way() -> None:
 
     for down, up in laconic.spawn(run, 2):
         assert torch.equal(down, up)
+
+
+@pytest.mark.parametrize(("unlike", "period"), [(0.0, 4.0), (1.0, 2.0)])
+def test_auto_takes_a_shorter_period_for_unlike_data(unlike: float, period: float) -> None:
+    def run() -> list[float]:
+        periods = []
+        with (training := Training(unlike, period="auto")).worker:
+            pace = training.method._pace
+            pace.add = lambda step, computing, transfer, add=pace.add: add(step, 1.0, 1e-3)  # a fast link
+            for step in range(60):
+                training.run(step, step + 1)
+                periods.append(training.method.metrics()["period"])
+        return periods
+
+    results = laconic.spawn(run, 2)
+    assert results[0] == results[1]
+    assert results[0][20] == 4.0
+    assert results[0][-1] == period
 
 
 def test_resumes_bit_for_bit_while_steering() -> None:
