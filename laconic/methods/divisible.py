@@ -26,7 +26,7 @@ from laconic.methods.pieces import Piece
 
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives;
 # freshness gives more where workers are seen to hold unlike data ("common").
-LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 2
+LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
 FOUR_BITS = Uniform(bits=4)
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
