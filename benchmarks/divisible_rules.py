@@ -20,8 +20,9 @@ from divisible import SETTINGS
 from torch import Tensor
 
 from laconic import compress, tasks
-from laconic.methods.common import Cut, Run, Step, Vectors, Window, find_kernels, in_m, least_units
+from laconic.methods.common import find_kernels
 from laconic.methods.steering import KEPT, LEAST_SHARE
+from laconic.methods.windows import Cut, Run, Step, Vectors, Window, in_m, least_units
 from laconic.tasks import Task
 
 BETA2 = 0.999

@@ -11,7 +11,7 @@ from laconic import anchor
 from laconic.compress.feedback import encode_with_feedback
 from laconic.compress.quantizers import Uniform
 from laconic.compress.spec import NAMES
-from laconic.methods import common
+from laconic.methods import common, windows
 from laconic.methods.carried import Codes
 
 _x = torch.linspace(-1, 1, 1 << 16)  # as large as the anchor wants for its kernels
@@ -26,14 +26,14 @@ _anchor, _ = anchor.lay_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
 if _kernels := common.find_kernels(_x):
-    _vectors = common.Vectors(*(_x.square() for _ in common.Vectors._fields))
+    _vectors = windows.Vectors(*(_x.square() for _ in windows.Vectors._fields))
     _group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
-    _window = common.Window.of(_group, [common.Step(1e-3, 0.9, 0.999)], 0, [0.0])
-    _runs = [common.Run(slice(0, _x.numel()), 0.5, 0.0)]
-    _cuts = [common.Cut(slice(0, _x.numel()), _window, _window, 0.0)]
+    _window = windows.Window.of(_group, [windows.Step(1e-3, 0.9, 0.999)], 0, [0.0])
+    _runs = [windows.Run(slice(0, _x.numel()), 0.5, 0.0)]
+    _cuts = [windows.Cut(slice(0, _x.numel()), _window, _window, 0.0)]
     _gain = _kernels.gain(_vectors, _runs)
     _kernels.make_up(_vectors, _gain, _gain, _cuts, None, False, False)
     _uniform = Uniform(4)
-    _least, _code = common.least_units(_x), torch.empty(_uniform.nbytes(_x.numel()), dtype=torch.uint8)
+    _least, _code = windows.least_units(_x), torch.empty(_uniform.nbytes(_x.numel()), dtype=torch.uint8)
     _kernels.encode(_vectors, _runs, _uniform, 0, _least, _code)
     _kernels.settle(_vectors, Codes(_uniform, [_code], [1.0], 0, 0), _cuts, _least, False, False)

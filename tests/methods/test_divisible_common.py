@@ -14,11 +14,12 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm import Solo
 from laconic.compress import Compressor, Log, Sign, Uniform
-from laconic.methods import common
+from laconic.methods import windows
 from laconic.methods.carried import Codes
-from laconic.methods.common import CommonAdam, Cut, Run, Step, Vectors, Window
+from laconic.methods.common import CommonAdam
 from laconic.methods.pieces import Piece
 from laconic.methods.ranges import Ranges
+from laconic.methods.windows import Cut, Run, Step, Vectors, Window
 from tests.helpers import adam, build_model, rank, train, train_step
 from tests.oracles.allreduce import allreduce
 from tests.oracles.common_adam import common_adam
@@ -144,7 +145,7 @@ def test_kernels_give_the_same_bits(
     generator = torch.Generator().manual_seed(d)
     values = torch.randn(9, d, generator=generator) * torch.exp(3 * torch.randn(9, d, generator=generator))
     values[[2, 5]] = values[[2, 5]].square() * (torch.rand(2, d, generator=generator) > 0.1)
-    from laconic.methods import common_kernels
+    from laconic.methods import windows_kernels
 
     ours, theirs = values.clone(), values.clone()
     mine, yours = Vectors(*ours[:7]), Vectors(*theirs[:7])
@@ -152,8 +153,8 @@ def test_kernels_give_the_same_bits(
     bounds = sorted({0, d, *(end for end in ends if end < d)})
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     cuts = [Cut(part, window, now, share / 3) for part in parts[::2]]  # some are passed over
-    sums = common.make_up(mine, ours[7], ours[8], cuts, least, share > 0, True)
-    watched = common_kernels.make_up(yours, theirs[7], theirs[8], cuts, least, share > 0, True)
+    sums = windows.make_up(mine, ours[7], ours[8], cuts, least, share > 0, True)
+    watched = windows_kernels.make_up(yours, theirs[7], theirs[8], cuts, least, share > 0, True)
     assert torch.equal(ours[:6], theirs[:6])
     if share == 0:  # kept up in one block of some
         assert torch.equal(yours.apart[:2048], mine.apart[:2048])
@@ -163,15 +164,15 @@ def test_kernels_give_the_same_bits(
     if cuts == [Cut(slice(0, d), window, now, share / 3)] and d <= 2048:
         assert watched == pytest.approx(sums, rel=1e-3, abs=1e-5 * abs(values[6]).max().item())
     runs = [Run(part, 0.7**i, share) for i, part in enumerate(parts)]
-    gain = common.gain(mine, runs, least)
-    assert torch.equal(gain, common_kernels.gain(mine, runs, least))
+    gain = windows.gain(mine, runs, least)
+    assert torch.equal(gain, windows_kernels.gain(mine, runs, least))
 
-    least = common.least_units(ours[2])
-    gain = common.gain(mine, runs, least)
+    least = windows.least_units(ours[2])
+    gain = windows.gain(mine, runs, least)
     for compressor in (Uniform(4), Uniform(8), Log(3), Uniform(4, stochastic=True), Sign()):
         code, of_block = compressor.encode(gain, step=3), torch.empty_like(least)
         out = torch.empty_like(code)
-        assert common_kernels.encode(mine, runs, compressor, 3, of_block, out)
+        assert windows_kernels.encode(mine, runs, compressor, 3, of_block, out)
         assert torch.equal(out, code)
         assert torch.equal(of_block, least)
 
@@ -534,7 +535,7 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
                     vector.copy_(torch.randn(d, generator=torch.Generator().manual_seed(i)).abs())
                 codes = [compressor.encode(torch.randn(6000, generator=generator)) for _ in range(workers)]
                 piece, part = Piece([slice(500, 6500)], 2, 3), slice(500, 6500)
-                piece.kept[500] = common.least_units(own.v_hat[part])
+                piece.kept[500] = windows.least_units(own.v_hat[part])
                 said = Codes(compressor, codes, [1 / 3] * 3, 1, 2)
                 if in_one_pass:
                     own.settle(piece, part, said)

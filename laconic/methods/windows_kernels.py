@@ -15,35 +15,32 @@ from laconic.compress.blockwise import Blockwise
 from laconic.compress.kernels.bits import MAGNITUDE, NOT_FINITE, add32, bits_of, fill, float_of
 from laconic.compress.kernels.blockwise import MINUS_ZERO
 from laconic.compress.kernels.settle import encode_block, read_block, room_to_encode
-from laconic.methods import common
 from laconic.methods.carried import Codes
+from laconic.methods.windows import BLOCK, HALF_BIAS, LEAST_UNIT, TINY, Cut, Run, Vectors, Window
 
-BLOCK = common.BLOCK
-LEAST_UNIT, TINY, HALF_BIAS = np.float32(common.LEAST_UNIT), np.float32(common.TINY), np.int32(common.HALF_BIAS)
-FACTORS = np.dtype([(name, np.float32) for name in common.Window._fields])
+SHARE, SMALLEST, HALF = np.float32(LEAST_UNIT), np.float32(TINY), np.int32(HALF_BIAS)
+FACTORS = np.dtype([(name, np.float32) for name in Window._fields])
 WATCHED = 32  # one block in so many, to see whether there is anything to steer by
 NO_UNITS = np.empty(0, np.float32)
 
 
-def gain(vectors: common.Vectors, runs: list[common.Run], least: Tensor | None = None) -> Tensor:
+def gain(vectors: Vectors, runs: list[Run], least: Tensor | None = None) -> Tensor:
     gain = torch.empty_like(vectors.m)
     runs = _of_runs(runs)
     _gain(*_told_of(vectors), *runs, NO_UNITS if least is None else least.numpy(), gain.numpy())
     return gain
 
 
-def encode(
-    vectors: common.Vectors, runs: list[common.Run], compressor: Blockwise, step: int, least: Tensor, out: Tensor
-) -> bool:
-    """`common.least_units`, and the code of the gain in these; false if an entry is not finite."""
+def encode(vectors: Vectors, runs: list[Run], compressor: Blockwise, step: int, least: Tensor, out: Tensor) -> bool:
+    """`windows.least_units`, and the code of the gain in these; false if an entry is not finite."""
     return _encode(*compressor.coding(step), *_told_of(vectors), *_of_runs(runs), least.numpy(), out.numpy())
 
 
 def make_up(
-    vectors: common.Vectors,
+    vectors: Vectors,
     mean: Tensor,
     said: Tensor,
-    cuts: list[common.Cut],
+    cuts: list[Cut],
     least: Tensor | None,
     steers: bool,
     watches: bool,
@@ -54,7 +51,7 @@ def make_up(
 
 
 def settle(
-    vectors: common.Vectors, codes: Codes, cuts: list[common.Cut], least: Tensor, steers: bool, watches: bool
+    vectors: Vectors, codes: Codes, cuts: list[Cut], least: Tensor, steers: bool, watches: bool
 ) -> tuple[float, float]:
     """`make_up` with the mean of codes, which is nowhere stored."""
     readable = codes.compressor.readable(codes.codes, codes.weights, codes.own, vectors.x.numel())
@@ -62,17 +59,17 @@ def settle(
     return _settle(arrays, *readable, least.numpy(), *_of_cuts(cuts), steers, watches)
 
 
-def _told_of(vectors: common.Vectors) -> list[np.ndarray]:
+def _told_of(vectors: Vectors) -> list[np.ndarray]:
     return [vector.numpy() for vector in (vectors.m, vectors.m_hat, vectors.v_hat, vectors.apart)]
 
 
-def _of_runs(runs: list[common.Run]) -> tuple[np.ndarray, np.ndarray]:
+def _of_runs(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
     """Where they end, and the rest. They follow one another from 0 on."""
     stops = np.array([run.part.stop for run in runs], np.int64)
     return stops, np.array([(run.kept, run.steered) for run in runs], np.float32).reshape(-1, 2)
 
 
-def _of_cuts(cuts: list[common.Cut]) -> tuple[np.ndarray, ...]:
+def _of_cuts(cuts: list[Cut]) -> tuple[np.ndarray, ...]:
     bounds = np.array([(cut.part.start, cut.part.stop) for cut in cuts], np.int64).reshape(-1, 2)
     windows = np.array([cut.window for cut in cuts], FACTORS), np.array([cut.since for cut in cuts], FACTORS)
     return bounds, *windows, np.array([cut.steered for cut in cuts], np.float32)
@@ -133,7 +130,7 @@ def _unit(v_hat, least):
 
 @njit(nogil=True)
 def _about_root(x):
-    return float_of(add32(np.int32(bits_of(x) >> np.int32(1)), HALF_BIAS))
+    return float_of(add32(np.int32(bits_of(x) >> np.int32(1)), HALF))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -145,7 +142,7 @@ def _encode(kind, bits, block, key, m, m_hat, v_hat, apart, stops, factors, leas
         last = min(first + block, m.size)
         if last - first < block:
             fill(p, MINUS_ZERO)
-        unit = _about_root(float_of(_largest(v_hat[first:last]))) * LEAST_UNIT + TINY
+        unit = _about_root(float_of(_largest(v_hat[first:last]))) * SHARE + SMALLEST
         least[first // block] = unit
         own = m, m_hat, v_hat, apart
         run = _gain_of_block(own, stops, factors, run, first, last, p[: last - first], True, unit)
