@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(BIN)/laconic demo --out runs/demo --overwrite
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal  # most of their time, processes wait for each other
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
