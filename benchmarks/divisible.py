@@ -202,7 +202,7 @@ def main() -> None:
             print("| background | moments | period | copy, ms | copies a step |")
             print("|---|---|---|---|---|")
             for coder, moments, period in itertools.product(
-                ("identity", "uniform:4", "log:4", "sign"), ("local", "common", "corrected"), (1, 2, 4, 8)
+                ("identity", "uniform:4", "log:4", "sign"), ("local", "common", "corrected"), (1, 2, 4, 5, 8)
             ):
                 background = None if coder == "identity" else compress.parse(coder)
                 work = own_work(o.d, laconic.Divisible(o.ratio, period, moments, background))

@@ -255,10 +255,9 @@ def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
                 for worker, said in zip(workers, told, strict=True):  # each makes up the common ones, all alike
                     window = Window.of(group, made[began + 1 : sent + 1], began, worker.shares[began + 1 : sent + 1])
                     since = Window.of(group, made[sent + 1 : step + 1], sent, worker.shares[sent + 1 : step + 1])
-                    steered = window.steered * since.kept_m + since.steered
                     made_up = [vector[piece].clone() for vector in common]
                     vectors = Vectors(*made_up, *worker.vectors.over(piece)[3:])
-                    cuts = [Cut(slice(0, piece.stop - piece.start), window, since, steered)]
+                    cuts = [Cut(slice(0, piece.stop - piece.start), window, since)]
                     worker.see(kernels.make_up(vectors, mean, said, cuts, least[piece.start], True, True))
                 for vector, part in zip(common, made_up, strict=True):
                     vector[piece] = part

@@ -34,7 +34,7 @@ class Blockwise(Compressor):
     @property
     @abstractmethod
     def _kind(self) -> str:
-        """The constant in `kernels.blockwise` that names this quantizer."""
+        """The constant in `kernels.levels` that names this quantizer."""
 
     @abstractmethod
     def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Blockwise(Compressor):
         kernels.settle.settle(*readable, x.numpy(), other.numpy(), base is not None)
 
     def _settings(self) -> tuple[int, int, int]:
-        return getattr(kernels_for().blockwise, self._kind), self.bits, self.block
+        return getattr(kernels_for().levels, self._kind), self.bits, self.block
 
     def coding(self, step: int) -> tuple[Any, ...]:
         """What the kernels that encode are told."""
@@ -159,21 +159,20 @@ class Blockwise(Compressor):
             super()._encode_with_feedback(x, residual, out, step)
 
     def _encode_by_kernel(self, kernels: Any, x: Tensor, residual: Tensor | None, out: Tensor, step: int) -> None:
-        kind = getattr(kernels, self._kind)
+        kind, bits, block, key = self.coding(step)
         scales = np.empty(self._blocks(x.numel()), np.float32)
         vectors = (x.numpy(), (x if residual is None else residual).numpy(), residual is not None)
-        if not kernels.find_scales(kind, self.block, *vectors, scales):
+        if not kernels.find_scales(kind, block, *vectors, scales):
             raise not_finite(x if residual is None else x + residual)
-        key = np.uint64(self._key(step))
-        kernels.encode(kind, self.bits, self.block, *vectors, scales, key, out.numpy())
+        kernels.encode(kind, bits, block, *vectors, scales, key, out.numpy())
 
     def _decode_by_kernel(self, kernels: Any, code: Tensor, target: Tensor, factor: float | None) -> None:
-        settings = (self.bits, self.block, code.numpy())
-        if not kernels.scales_are_valid(*settings, self._blocks(target.numel())):
+        kind, *form = self._settings()
+        if not kernels.scales_are_valid(*form, code.numpy(), self._blocks(target.numel())):
             raise self._bad_scale(code)
         accumulate = factor is not None
         factor32 = np.float32(1.0 if factor is None else factor)
-        kernels.decode(getattr(kernels, self._kind), *settings, target.numpy(), accumulate, factor32)
+        kernels.decode(kind, *form, code.numpy(), target.numpy(), accumulate, factor32)
 
     def _bad_scale(self, code: Tensor) -> ValueError:
         for block, start in enumerate(range(0, code.numel(), self._stride)):

@@ -220,8 +220,7 @@ class CommonAdam(Carried):
         for run, began, group in self._ages(part):
             if began < step:  # else the foreground has been here, and was told of all steps up to then
                 window, since = self._window(group, began, step), self._window(group, step, now)
-                steered = window.steered * since.kept_m + since.steered
-                cuts.append(Cut(seen_from(run, part), window, since, steered))
+                cuts.append(Cut(seen_from(run, part), window, since))
         self.since.raise_to(part, step)
         return cuts
 

@@ -28,15 +28,16 @@ class Steering:
         self.is_on = False  # once it was, `apart` is kept up everywhere
         self.steps = 0  # in a row in which some rank has steered; all ranks know the same
         self._products = self._squares = 0.0  # of each difference with the one before, and of that one
-        self._views = worker.views(self.apart)
+        ascends = {id(p) for group in worker.optimizer.param_groups if group["maximize"] for p in group["params"]}
+        signs = [-1 if id(p) in ascends else 1 for p in worker.parameters]
+        self._views = list(zip(worker.views(self.apart), signs, strict=True))
 
     def before_step(self, worker: Replica) -> None:
         if self.share == 0:
             return
-        descends = {id(p): not group["maximize"] for group in worker.optimizer.param_groups for p in group["params"]}
-        for parameter, gradient, view in zip(worker.parameters, worker.gradients(), self._views, strict=True):
+        for gradient, (view, sign) in zip(worker.gradients(), self._views, strict=True):
             assert gradient is not None
-            gradient.add_(view, alpha=self.share if descends[id(parameter)] else -self.share)
+            gradient.add_(view, alpha=sign * self.share)
 
     def see(self, products: float, squares: float, part: float = 1.0) -> None:
         """Of differences that have come now with those before, and of those; in which part of a piece."""

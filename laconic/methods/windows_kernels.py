@@ -1,4 +1,4 @@
-"""`laconic.methods.common` for fp32 on the CPU: memory is passed over once, and entries go side by side.
+"""`laconic.methods.windows` for fp32 on the CPU: memory is passed over once, and entries go side by side.
 
 (For the latter a loop reads all of an entry before it writes any of it. Whether vectors overlap is seen at run time.)
 """
@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 
 from laconic.compress.blockwise import Blockwise
-from laconic.compress.kernels.bits import MAGNITUDE, NOT_FINITE, add32, bits_of, fill, float_of
+from laconic.compress.kernels.bits import NOT_FINITE, add32, bits_of, fill, float_of, largest_bits
 from laconic.compress.kernels.blockwise import MINUS_ZERO
 from laconic.compress.kernels.settle import encode_block, read_block, room_to_encode
 from laconic.methods.carried import Codes
@@ -26,8 +26,7 @@ NO_UNITS = np.empty(0, np.float32)
 
 def gain(vectors: Vectors, runs: list[Run], least: Tensor | None = None) -> Tensor:
     gain = torch.empty_like(vectors.m)
-    runs = _of_runs(runs)
-    _gain(*_told_of(vectors), *runs, NO_UNITS if least is None else least.numpy(), gain.numpy())
+    _gain(*_told_of(vectors), *_of_runs(runs), NO_UNITS if least is None else least.numpy(), gain.numpy())
     return gain
 
 
@@ -142,25 +141,15 @@ def _encode(kind, bits, block, key, m, m_hat, v_hat, apart, stops, factors, leas
         last = min(first + block, m.size)
         if last - first < block:
             fill(p, MINUS_ZERO)
-        unit = _about_root(float_of(_largest(v_hat[first:last]))) * SHARE + SMALLEST
+        unit = _about_root(float_of(largest_bits(v_hat[first:last]))) * SHARE + SMALLEST
         least[first // block] = unit
         own = m, m_hat, v_hat, apart
         run = _gain_of_block(own, stops, factors, run, first, last, p[: last - first], True, unit)
-        largest = _largest(p)
+        largest = largest_bits(p)
         if largest >= NOT_FINITE:
             return False
         encode_block(kind, bits, p, last - first, largest, key, first // block, room, out)
     return True
-
-
-@njit(nogil=True)
-def _largest(x):
-    """The bits of the largest magnitude."""
-    largest = np.int32(0)
-    for i in range(x.size):
-        magnitude = np.int32(bits_of(x[i]) & MAGNITUDE)
-        largest = magnitude if magnitude > largest else largest
-    return largest
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

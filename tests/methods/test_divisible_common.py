@@ -152,7 +152,7 @@ def test_kernels_give_the_same_bits(
     least = torch.rand(-(-d // 2048), generator=generator) if has_units else None
     bounds = sorted({0, d, *(end for end in ends if end < d)})
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    cuts = [Cut(part, window, now, share / 3) for part in parts[::2]]  # some are passed over
+    cuts = [Cut(part, window, now) for part in parts[::2]]  # some are passed over
     sums = windows.make_up(mine, ours[7], ours[8], cuts, least, share > 0, True)
     watched = windows_kernels.make_up(yours, theirs[7], theirs[8], cuts, least, share > 0, True)
     assert torch.equal(ours[:6], theirs[:6])
@@ -161,7 +161,7 @@ def test_kernels_give_the_same_bits(
         assert torch.equal(yours.apart[2048:], values[6, 2048:])
     else:
         assert torch.equal(yours.apart, mine.apart)
-    if cuts == [Cut(slice(0, d), window, now, share / 3)] and d <= 2048:
+    if cuts == [Cut(slice(0, d), window, now)] and d <= 2048:
         assert watched == pytest.approx(sums, rel=1e-3, abs=1e-5 * abs(values[6]).max().item())
     runs = [Run(part, 0.7**i, share) for i, part in enumerate(parts)]
     gain = windows.gain(mine, runs, least)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -122,8 +123,6 @@ def test_resumes_bit_for_bit_while_steering() -> None:
 
 
 def _saved(state: dict[str, Any]) -> Any:
-    import io
-
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

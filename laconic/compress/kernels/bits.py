@@ -105,6 +105,16 @@ def scramble(typing_context, index, first, second):
     return types.int32(types.uint32, types.uint32, types.uint32), generate
 
 
+@njit(nogil=True, cache=True)
+def largest_bits(x):
+    """Of the largest magnitude: as an integer, because a float maximum would neither vectorise nor keep a nan."""
+    largest = np.int32(0)
+    for i in range(x.size):
+        magnitude = and32(bits_of(x[i]), MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
 # A plain loop, because a slice assignment takes numba seconds to compile.
 @njit(nogil=True, cache=True)
 def fill(target, value):

@@ -24,13 +24,11 @@ from laconic.compress.kernels.bits import (
     pack_fields,
     pack_sequence,
     scramble,
-    shl32,
     store_float,
     unpack_fields,
     unpack_sequence,
 )
-
-SIGN_KIND, LOG_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(4)
+from laconic.compress.kernels.levels import LOG_KIND, SIGN_KIND, UNIFORM_KIND, add_levels, levels_of
 
 LANES = (
     16  # partial sums of a block's mean magnitude; part of the definition of `Sign`, for the sum depends on its order
@@ -292,59 +290,6 @@ def encode(kind, bits, block, x, residual, feedback, scales, key, out):
                 move(r_spare[:count], residual[start:])
         elif bits < 8:
             pack_fields(codes, bits, packed)
-
-
-@njit(nogil=True, cache=True)
-def sign_level(code, level):
-    return float_of(np.int32(np.int32(np.int32(code) << 31) | level))
-
-
-@njit(nogil=True, cache=True)
-def log_level(code, mask, exponent, scale):
-    index = and32(np.int32(code), mask)
-    power = shl32(add32(index, exponent), np.int32(23)) if index > np.int32(0) else np.int32(0)
-    sign = SIGN if np.int32(code) > mask else np.int32(0)
-    return float_of(np.int32(power | sign)) * scale
-
-
-@njit(nogil=True, cache=True)
-def uniform_level(code, offset, unit, scale):
-    return (np.float32(np.int32(np.int32(code) - offset)) * unit) * scale
-
-
-@njit(nogil=True, cache=True)
-def levels_of(kind, bits, codes, scale, values):
-    top = np.int32((1 << (bits - 1)) - 1)
-    if kind == SIGN_KIND:
-        level = bits_of(scale)
-        for i in range(values.size):
-            values[i] = sign_level(codes[i], level)
-    elif kind == LOG_KIND:
-        exponent = np.int32(127 - top)
-        for i in range(values.size):
-            values[i] = log_level(codes[i], top, exponent, scale)
-    else:
-        unit = np.float32(1.0) / np.float32(top)
-        for i in range(values.size):
-            values[i] = uniform_level(codes[i], top, unit, scale)
-
-
-@njit(nogil=True, cache=True)
-def add_levels(kind, bits, codes, scale, weight, target):
-    """target += weight · levels."""
-    top = np.int32((1 << (bits - 1)) - 1)
-    if kind == SIGN_KIND:
-        level = bits_of(scale)
-        for i in range(target.size):
-            target[i] += weight * sign_level(codes[i], level)
-    elif kind == LOG_KIND:
-        exponent = np.int32(127 - top)
-        for i in range(target.size):
-            target[i] += weight * log_level(codes[i], top, exponent, scale)
-    else:
-        unit = np.float32(1.0) / np.float32(top)
-        for i in range(target.size):
-            target[i] += weight * uniform_level(codes[i], top, unit, scale)
 
 
 @njit(nogil=True, cache=True)

@@ -6,7 +6,17 @@
 import numpy as np
 from numba import njit
 
-from laconic.compress.kernels.bits import MAGNITUDE, NOT_FINITE, SIGN, add32, and32, bits_of, float_of, shl32
+from laconic.compress.kernels.bits import (
+    MAGNITUDE,
+    NOT_FINITE,
+    SIGN,
+    add32,
+    and32,
+    bits_of,
+    float_of,
+    largest_bits,
+    shl32,
+)
 
 FP16_LARGEST = np.int32(0x477FE000)  # 65504
 FP16_SMALLEST_NORMAL = np.int32(0x38800000)  # 2⁻¹⁴
@@ -17,11 +27,7 @@ FP16_TO_FP32 = np.float32(2.0**112)  # the difference of the exponents' biases
 
 @njit(nogil=True, cache=True)
 def all_finite(x):
-    largest = np.int32(0)
-    for i in range(x.size):
-        magnitude = and32(bits_of(x[i]), MAGNITUDE)
-        largest = magnitude if magnitude > largest else largest
-    return largest < NOT_FINITE
+    return largest_bits(x) < NOT_FINITE
 
 
 @njit(nogil=True, cache=True)

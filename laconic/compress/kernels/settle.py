@@ -25,14 +25,12 @@ from laconic.compress.kernels.bits import (
 from laconic.compress.kernels.blockwise import (
     LANES,
     MINUS_ZERO,
-    SIGN_KIND,
-    add_levels,
-    levels_of,
     mean_magnitude,
     quantize_block,
     splitmix64,
 )
 from laconic.compress.kernels.dense import add_scaled
+from laconic.compress.kernels.levels import SIGN_KIND, add_levels, levels_of
 
 
 @njit(nogil=True, cache=True)

@@ -1,0 +1,64 @@
+"""What the codes of the quantizers with one scale a block stand for."""
+
+# mypy: ignore-errors
+# (numba compiles a dialect of Python that mypy takes for Python)
+
+import numpy as np
+from numba import njit
+
+from laconic.compress.kernels.bits import SIGN, add32, and32, bits_of, float_of, shl32
+
+SIGN_KIND, LOG_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(4)
+
+
+@njit(nogil=True, cache=True)
+def sign_level(code, level):
+    return float_of(np.int32(np.int32(np.int32(code) << 31) | level))
+
+
+@njit(nogil=True, cache=True)
+def log_level(code, mask, exponent, scale):
+    index = and32(np.int32(code), mask)
+    power = shl32(add32(index, exponent), np.int32(23)) if index > np.int32(0) else np.int32(0)
+    sign = SIGN if np.int32(code) > mask else np.int32(0)
+    return float_of(np.int32(power | sign)) * scale
+
+
+@njit(nogil=True, cache=True)
+def uniform_level(code, offset, unit, scale):
+    return (np.float32(np.int32(np.int32(code) - offset)) * unit) * scale
+
+
+@njit(nogil=True, cache=True)
+def levels_of(kind, bits, codes, scale, values):
+    top = np.int32((1 << (bits - 1)) - 1)
+    if kind == SIGN_KIND:
+        level = bits_of(scale)
+        for i in range(values.size):
+            values[i] = sign_level(codes[i], level)
+    elif kind == LOG_KIND:
+        exponent = np.int32(127 - top)
+        for i in range(values.size):
+            values[i] = log_level(codes[i], top, exponent, scale)
+    else:
+        unit = np.float32(1.0) / np.float32(top)
+        for i in range(values.size):
+            values[i] = uniform_level(codes[i], top, unit, scale)
+
+
+@njit(nogil=True, cache=True)
+def add_levels(kind, bits, codes, scale, weight, target):
+    """target += weight · levels."""
+    top = np.int32((1 << (bits - 1)) - 1)
+    if kind == SIGN_KIND:
+        level = bits_of(scale)
+        for i in range(target.size):
+            target[i] += weight * sign_level(codes[i], level)
+    elif kind == LOG_KIND:
+        exponent = np.int32(127 - top)
+        for i in range(target.size):
+            target[i] += weight * log_level(codes[i], top, exponent, scale)
+    else:
+        unit = np.float32(1.0) / np.float32(top)
+        for i in range(target.size):
+            target[i] += weight * uniform_level(codes[i], top, unit, scale)
