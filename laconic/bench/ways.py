@@ -141,8 +141,9 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
         from laconic.compress import parse
 
         return parse(text)
-    if str in kinds or any(typing.get_origin(kind) is typing.Literal for kind in kinds):
-        return text
+    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    if str in kinds or words:
+        return {str(word): word for word in words}.get(text, text)
     raise ValueError(f"{name} must be {_describe(hint)}, not {text!r}")
 
 

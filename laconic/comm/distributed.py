@@ -5,6 +5,7 @@ The paths for GPUs are untested.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,15 +14,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from laconic.comm.background import BackgroundGossip
 from laconic.comm.comm import Comm, PeerError, Pending, check_buffers, check_lengths, first_line, ring_mean_nbytes
 from laconic.comm.finite import is_finite
 from laconic.comm.gossip import Gossip, Talk
+from laconic.comm.mesh import HAS_EPOLL, Mesh, Swap
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Pairing
 from laconic.comm.register import SLICE, Register
 from laconic.comm.underway import Delivery, OnItsWay
+from laconic.comm.wire import WireError, bytes_of
 from laconic.topology import Topology
 
 T = TypeVar("T")
@@ -30,9 +34,11 @@ SMALL_NBYTES = 2**16
 
 
 class DistributedComm(Comm):
-    """One channel over all ranks, with a process group of its own."""
+    """One channel over all ranks, with a process group of its own. Messages from all to all go past gloo, straight
+    over wires of the channel: short ones, and `beside` the training any. (gloo's threads wake for each packet.)
+    """
 
-    def __init__(self, name: str, register: Register, meter: Meter, backend: str) -> None:
+    def __init__(self, name: str, register: Register, meter: Meter, backend: str, *, beside: bool = False) -> None:
         self.rank, self.size = register.rank, register.size
         self.meter = meter
         self._name, self._register, self._backend = name, register, backend
@@ -42,6 +48,16 @@ class DistributedComm(Comm):
         self._whole = dist.new_group(backend=backend, timeout=timedelta(seconds=register.timeout))
         self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
+        self._longest_straight = math.inf if beside else SMALL_NBYTES
+        self._mesh = self._open_mesh(beside) if backend == "gloo" and HAS_EPOLL and self.size > 1 else None
+
+    def _open_mesh(self, beside: bool) -> Mesh:
+        store = PrefixStore(self._course, self._register.store)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            return Mesh(store, self.rank, others, self._register.timeout, beside=beside)
+        except (WireError, dist.DistStoreError) as error:
+            raise self._register.roll_call(f"the opening of the {self._name} channel", first_line(error)) from error
 
     @property
     def members(self) -> list[int]:
@@ -81,9 +97,9 @@ class DistributedComm(Comm):
         lengths = [share.numel() for share in shares]
         own = lengths[self.members.index(self.rank)]
         nbytes = ring_mean_nbytes(_nbytes(result), len(self.members))
-        received = self._all_to_all("mean", shares, [own] * len(shares), nbytes).wait()
+        received = self._all_to_all("mean", shares, [own] * len(shares), nbytes, _nbytes(result)).wait()
         mean = torch.stack(received).mean(0)
-        answers = self._all_to_all("mean", [mean] * len(shares), lengths, 0).wait()
+        answers = self._all_to_all("mean", [mean] * len(shares), lengths, 0, _nbytes(result)).wait()
         torch.cat(answers, out=result.view(-1))
 
     def mean_async(self, x: Tensor) -> Pending[Tensor]:
@@ -111,7 +127,12 @@ class DistributedComm(Comm):
         return self._all_to_all("all_to_all_async", chunks, lengths)
 
     def _all_to_all(
-        self, verb: str, chunks: Sequence[Tensor], lengths: Sequence[int] | None, nbytes: int | None = None
+        self,
+        verb: str,
+        chunks: Sequence[Tensor],
+        lengths: Sequence[int] | None,
+        nbytes: int | None = None,
+        longest: float = math.inf,
     ) -> Pending[list[Tensor]]:
         output_splits = check_lengths(chunks, lengths, self.members.index(self.rank), len(self.members))
         sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
@@ -124,6 +145,7 @@ class DistributedComm(Comm):
             [chunk.numel() for chunk in chunks],
             lambda: list(torch.split(received, output_splits)),
             nbytes,
+            longest,
         )
 
     def all_to_all_into_async(
@@ -142,22 +164,32 @@ class DistributedComm(Comm):
         sent_lengths: Sequence[int],
         finish: Callable[[], T],
         nbytes: int | None = None,
+        longest: float = math.inf,
     ) -> Pending[T]:
-        """`nbytes` is what the meter shall count; by default what leaves this rank."""
+        """`nbytes` is what the meter shall count; by default what leaves this rank. `longest`: no message between two
+        ranks has more bytes, as all of them know."""
+        received_lengths, sent_lengths = list(received_lengths), list(sent_lengths)
+
+        def launch() -> Any:
+            if self._goes_straight(sent, longest):
+                return self._swap_straight(torch.split(received, received_lengths), torch.split(sent, sent_lengths))
+            return dist.all_to_all_single(
+                received, sent, received_lengths, sent_lengths, group=self._group, async_op=True
+            )
+
         here = sent_lengths[self.members.index(self.rank)]
-        return self._send(
-            verb,
-            (sent.numel() - here) * sent.element_size() if nbytes is None else nbytes,
-            lambda: dist.all_to_all_single(
-                received,
-                sent,
-                output_split_sizes=list(received_lengths),
-                input_split_sizes=list(sent_lengths),
-                group=self._group,
-                async_op=True,
-            ),
-            finish,
-        )
+        leaving = (sent.numel() - here) * sent.element_size()
+        return self._send(verb, leaving if nbytes is None else nbytes, launch, finish)
+
+    def _goes_straight(self, x: Tensor, longest: float) -> bool:
+        return self._mesh is not None and x.device.type == "cpu" and longest <= self._longest_straight
+
+    def _swap_straight(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Swap:
+        assert self._mesh is not None
+        here = self.members.index(self.rank)
+        received[here].copy_(sent[here])
+        pairs = zip(self.members, sent, received, strict=True)
+        return self._mesh.swap({rank: (bytes_of(to), bytes_of(of)) for rank, to, of in pairs if rank != self.rank})
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return self._all_gather("all_gather", x.contiguous()).wait()
@@ -167,12 +199,13 @@ class DistributedComm(Comm):
 
     def _all_gather(self, verb: str, x: Tensor) -> Pending[list[Tensor]]:
         results = [torch.empty_like(x) for _ in self.members]
-        return self._send(
-            verb,
-            (len(self.members) - 1) * _nbytes(x),
-            lambda: dist.all_gather(results, x, group=self._group, async_op=True),
-            lambda: results,
-        )
+
+        def launch() -> Any:
+            if self._goes_straight(x, _nbytes(x)):
+                return self._swap_straight(results, [x] * len(results))
+            return dist.all_gather(results, x, group=self._group, async_op=True)
+
+        return self._send(verb, (len(self.members) - 1) * _nbytes(x), launch, lambda: results)
 
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
         self._check_rank("root", root)
@@ -194,10 +227,12 @@ class DistributedComm(Comm):
         received = torch.empty_like(sent)
         verb = f"exchange with rank {peer}"
         number = self._register.count(f"{self._course}>{peer}")
-        arriving = self._start("exchange", 0, lambda: dist.irecv(received, src=peer, group=self._group), verb)
-        leaving = self._start("exchange", _nbytes(x), lambda: dist.isend(sent, dst=peer, group=self._group), verb)
+        works = [
+            self._start("exchange", 0, lambda: dist.irecv(received, src=peer, group=self._group), verb),
+            self._start("exchange", _nbytes(x), lambda: dist.isend(sent, dst=peer, group=self._group), verb),
+        ]
         needed = {peer: f"{self._course}>{self.rank}"}
-        self._wait("exchange", Delivery([arriving, leaving]), needed, number, verb)
+        self._wait("exchange", Delivery(works), needed, number, verb)
         return received
 
     def gossip(self, topology: Topology, talk: Talk) -> Gossip:
@@ -212,7 +247,7 @@ class DistributedComm(Comm):
 
     def channel(self, name: str = "background") -> Comm:
         # NCCL from two threads deadlocks, so whatever runs beside the training goes over gloo.
-        channel = DistributedComm(name, self._register, self.meter, "gloo")
+        channel = DistributedComm(name, self._register, self.meter, "gloo", beside=True)
         self._channels.append(channel)
         return channel
 
@@ -231,6 +266,8 @@ class DistributedComm(Comm):
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
+        if self._mesh is not None:
+            self._mesh.close()
         for group in {self._whole, self._members_group}:
             dist.destroy_process_group(group)
 
@@ -239,17 +276,16 @@ class DistributedComm(Comm):
         work = self._start(verb, nbytes, launch)
         return OnItsWay(lambda: self._wait(verb, work, None, number), launch, finish)
 
-    def _start(self, verb: str, nbytes: int, launch: Callable[[], Any], doing: str = "") -> dist.Work:
+    def _start(self, verb: str, nbytes: int, launch: Callable[[], Any], doing: str = "") -> Any:
         try:
             work = launch()
         except RuntimeError as error:  # gloo notices a dead neighbour already here
             raise self._register.roll_call(f"{doing or verb} at step {self.meter.step}", first_line(error)) from error
         self.meter.add(self._name, verb, calls=1 if nbytes else 0, nbytes=nbytes)
-        assert isinstance(work, dist.Work)
         return work
 
     def _wait(
-        self, verb: str, work: dist.Work | Delivery, needed: dict[int, str] | None, number: int, doing: str = ""
+        self, verb: str, work: dist.Work | Swap | Delivery, needed: dict[int, str] | None, number: int, doing: str = ""
     ) -> None:
         """Wait in slices, and between them look whether waiting makes sense. `needed`: by default all take part."""
         needed = needed or dict.fromkeys(self.members, self._course)

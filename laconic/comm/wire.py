@@ -41,15 +41,15 @@ class Wire:
 
     def swap(self, outgoing: Tensor, incoming: Tensor) -> None:
         """Send `outgoing` while `incoming` is filled by what the other end sends. Both contiguous, in main memory."""
-        unsent, missing = _bytes_of(outgoing), _bytes_of(incoming)
+        unsent, missing = bytes_of(outgoing), bytes_of(incoming)
         moved_at = time.monotonic()
         while unsent or missing:
             if missing:
-                self._wake_at(min(len(missing), BATCH_NBYTES))
+                self.wake_at(min(len(missing), BATCH_NBYTES))
             self._poll.register(self._socket, (select.POLLOUT if unsent else 0) | (select.POLLIN if missing else 0))
             self._poll.poll(1000 * min(max(0.0, moved_at + self._timeout - time.monotonic()), LOOK_SECONDS))
             # Woken or not, look: what comes drop by drop reaches no low-water mark, but it is a sign of life.
-            sent, received = self._send(unsent), self._receive(missing)
+            sent, received = self.send(unsent), self.receive(missing)
             unsent, missing = unsent[sent:], missing[received:]
             if sent or received:
                 moved_at = time.monotonic()
@@ -60,26 +60,36 @@ class Wire:
         """The other end notices at once."""
         self._socket.close()
 
-    def _wake_at(self, nbytes: int) -> None:
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def make_room(self, nbytes: int) -> None:
+        """For so much to be sent at once."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+
+    def wake_at(self, nbytes: int) -> None:
+        """How much must have arrived before this is worth reading."""
         if nbytes != self._low_water:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._low_water = nbytes
 
-    def _send(self, unsent: memoryview) -> int:
-        if not unsent:
+    def send(self, *unsent: memoryview) -> int:
+        """As much as the kernel takes now: so many bytes."""
+        if not any(unsent):
             return 0
         try:
-            return self._socket.send(unsent)
+            return self._socket.sendmsg(unsent)
         except BlockingIOError:
             return 0
         except OSError as error:
             raise WireError(str(error)) from error
 
-    def _receive(self, missing: memoryview) -> int:
-        if not missing:
+    def receive(self, *missing: memoryview) -> int:
+        """As much as has arrived."""
+        if not any(missing):
             return 0
         try:
-            nbytes = self._socket.recv_into(missing)
+            nbytes = self._socket.recvmsg_into(missing)[0]
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -179,8 +189,8 @@ def _address_of(interface: str) -> str:
 
 
 def _key(rank: int) -> str:
-    return f"gossip/wire/{rank}"
+    return f"wire/{rank}"
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data

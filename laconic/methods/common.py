@@ -165,7 +165,7 @@ class CommonAdam(Carried):
             settings.fill_(math.nan)
         message[nbytes:] = settings.view(torch.uint8)
         cuts, steers = self._cuts(step, block), self.steering.is_on
-        pending = comm.all_to_all_async([message] * comm.size)  # one way to all; a gather would go from rank to rank
+        pending = comm.all_gather_async(message)
 
         def finish() -> None:
             told = pending.wait()

@@ -188,6 +188,23 @@ def test_an_exchange_that_gets_no_answer_names_the_peer() -> None:
     assert "no sign of life from rank 1" in text
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_gather_that_one_does_not_come_to_names_it(beside: bool) -> None:
+    def run() -> str:
+        c = comm(timeout=2.0)
+        c = c.channel() if beside else c
+        if rank() == 1:
+            return ""
+        try:
+            c.all_gather(torch.ones(3))
+        except laconic.PeerError as error:
+            return str(error)
+        return "no error"
+
+    text, _ = laconic.spawn(run, 2)
+    assert "all_gather at step 0 failed, no sign of life from rank 1" in text
+
+
 def test_meetings_bring_notes_and_forget_old_ones() -> None:
     def run() -> list[Any]:
         c = comm()
