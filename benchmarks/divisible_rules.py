@@ -258,7 +258,9 @@ def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
                     made_up = [vector[piece].clone() for vector in common]
                     vectors = Vectors(*made_up, *worker.vectors.over(piece)[3:])
                     cuts = [Cut(slice(0, piece.stop - piece.start), window, since)]
-                    worker.see(kernels.make_up(vectors, mean, said, cuts, least[piece.start], True, True))
+                    worker.see(
+                        kernels.make_up(kernels.arrays_of(vectors), mean, said, cuts, least[piece.start], True, True)
+                    )
                 for vector, part in zip(common, made_up, strict=True):
                     vector[piece] = part
             piece = gains.piece(step, d)
@@ -269,7 +271,7 @@ def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
             for worker in workers:
                 steered = in_m(made[began + 1 :], worker.shares[began + 1 :])
                 runs = [Run(slice(0, piece.stop - piece.start), beta ** (step - began), steered)]
-                told.append(kernels.gain(worker.vectors.over(piece), runs, least[piece.start]))
+                told.append(kernels.gain(kernels.arrays_of(worker.vectors.over(piece)), runs, least[piece.start]))
             gains.send(step, piece, told)
     return torch.stack([replica.x for replica in replicas]).mean(0)
 

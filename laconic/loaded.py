@@ -26,7 +26,7 @@ _anchor, _ = anchor.lay_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
 if _kernels := common.find_kernels(_x):
-    _vectors = windows.Vectors(*(_x.square() for _ in windows.Vectors._fields))
+    _vectors = _kernels.arrays_of(windows.Vectors(*(_x.square() for _ in windows.Vectors._fields)))
     _group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
     _window = windows.Window.of(_group, [windows.Step(1e-3, 0.9, 0.999)], 0, [0.0])
     _runs = [windows.Run(slice(0, _x.numel()), 0.5, 0.0)]

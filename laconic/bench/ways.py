@@ -137,13 +137,14 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
                 return kind(text)
             except ValueError:
                 continue
-    if any(_is_compressor(kind) for kind in kinds):
+    literals = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    words = {str(word): word for word in literals}
+    if any(_is_compressor(kind) for kind in kinds) and text not in words:
         from laconic.compress import parse
 
         return parse(text)
-    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
     if str in kinds or words:
-        return {str(word): word for word in words}.get(text, text)
+        return words.get(text, text)
     raise ValueError(f"{name} must be {_describe(hint)}, not {text!r}")
 
 

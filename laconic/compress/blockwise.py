@@ -144,12 +144,12 @@ class Blockwise(Compressor):
 
     def readable(self, codes: Sequence[Tensor], weights: Sequence[float], own: int, numel: int) -> tuple[Any, ...]:
         """What the kernel `read_block` is told of codes in main memory, after a look at them."""
-        kernels = kernels_for(*codes)
-        for code in codes:
-            if not kernels.blockwise.scales_are_valid(self.bits, self.block, code.numpy(), self._blocks(numel)):
-                raise self._bad_scale(code)
-        addresses = np.array([code.data_ptr() for code in codes], np.uint64)
-        return *self._settings(), addresses, codes[0].numel(), np.array(weights, np.float32), own
+        settings = _, bits, block = self._settings()
+        addresses, nbytes = np.array([code.data_ptr() for code in codes], np.uint64), codes[0].numel()
+        bad = kernels_for().settle.find_bad_code(bits, block, addresses, nbytes, self._blocks(numel))
+        if bad >= 0:
+            raise self._bad_scale(codes[bad])
+        return *settings, addresses, nbytes, np.array(weights, np.float32), own
 
     def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
         kernels = kernels_for(residual, out)

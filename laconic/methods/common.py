@@ -56,7 +56,7 @@ class CommonAdam(Carried):
         self.steps: list[list[Step]] = []  # the latest, for each parameter group
         self.count = 0  # the optimizer's steps before the worker's first
         self._worker, self._x_hat, self._started = worker, x_hat, False
-        self._vectors: Vectors | None = None  # of this step
+        self._vectors: Vectors | None = None  # of this step, as the kernels take them if there are any
         number = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
         self._groups = Ranges([[d, 0]])
         start = 0
@@ -65,9 +65,8 @@ class CommonAdam(Carried):
             start += p.numel()
         self.steering = Steering(worker)
         self._kernels = find_kernels(worker.x)
-        self._gain, self._make_up = gain, make_up
-        if self._kernels is not None:
-            self._gain, self._make_up = self._kernels.gain, self._kernels.make_up
+        self._gain: Callable[..., Tensor] = gain if self._kernels is None else self._kernels.gain
+        self._make_up: Callable[..., tuple[float, float]] = make_up if self._kernels is None else self._kernels.make_up
         self._windows: dict[tuple[int, int, int], Window] = {}  # that have been asked for in this step
 
     def before_step(self) -> None:
@@ -121,7 +120,7 @@ class CommonAdam(Carried):
         vectors, runs = self._own().over(part), self._runs(part)
         piece.kept[part.start] = least = self.v_hat.new_empty(-(-(part.stop - part.start) // BLOCK))
         if not self._kernels.encode(vectors, runs, compressor, piece.step, least, out):
-            raise not_finite(self._gain(vectors, runs, least_units(vectors.v_hat)))
+            raise not_finite(self._gain(vectors, runs, least_units(self.v_hat[part])))
 
     def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
         if part.start < part.stop:  # else the row has ended
@@ -227,7 +226,8 @@ class CommonAdam(Carried):
     def _own(self) -> Vectors:
         if self._vectors is None:
             moments, common = self._worker.moments(), (self._x_hat, self.m_hat, self.v_hat)
-            self._vectors = Vectors(*common, self._worker.x, moments[M], moments[V], self.steering.apart)
+            vectors = Vectors(*common, self._worker.x, moments[M], moments[V], self.steering.apart)
+            self._vectors = vectors if self._kernels is None else self._kernels.arrays_of(vectors)
         return self._vectors
 
     def _window(self, number: int, start: int, stop: int) -> Window:

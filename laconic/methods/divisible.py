@@ -15,19 +15,20 @@ from torch import Tensor
 
 from laconic.checkpoint import with_tensors
 from laconic.comm import Comm
-from laconic.compress import Compressor, Log, Uniform
+from laconic.compress import Compressor, Log, Sign, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.common import CommonAdam
 from laconic.methods.correction import Correction
 from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainMean
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import Piece
+from laconic.methods.pieces import Piece, in_grains
 
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives;
 # freshness gives more where workers are seen to hold unlike data ("common").
 LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
-FOUR_BITS = Uniform(bits=4)
+# Of the background, if none is asked for: the next where a link is too slow for the one before.
+CODES = (Uniform(bits=4), Uniform(bits=3), Sign())
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
@@ -56,7 +57,9 @@ class Divisible(Method):
             too (in `Log(4)` where there is a compressor); or "averaged": the state itself is averaged in the
             background, which takes no compressor. None: "common" where it can be and the period is at most 8, else
             "local".
-        background: a compressor for the background, with error feedback; None sends all bits.
+        background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
+            where the period is "auto" too and the link too slow for it in 4 steps, with "common" `Uniform(3)` or
+            `Sign()`.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
         hops: messages, one after the other, that a mean of codes takes: 1, all codes to everyone, who has the mean a
@@ -74,7 +77,7 @@ class Divisible(Method):
     ratio: int = 1024
     period: int | Literal["auto"] | None = "auto"
     moments: Literal["common", "local", "corrected", "averaged"] | None = None
-    background: Compressor | None = FOUR_BITS
+    background: Compressor | Literal["auto"] | None = "auto"
     max_period: int = 128
     delay: int = 1
     hops: Literal[1, 2] | None = None
@@ -94,8 +97,8 @@ class Divisible(Method):
         if self.period not in ("auto", None):
             check_count("period", self.period)
         check_choice("moments", self.moments, ("common", "local", "corrected", "averaged", None))
-        if self.background is not None and not isinstance(self.background, Compressor):
-            raise ValueError(f"background must be a compressor or None, not {self.background!r}")
+        if self.background not in ("auto", None) and not isinstance(self.background, Compressor):
+            raise ValueError(f"background must be a compressor, 'auto' or None, not {self.background!r}")
         if self.period is None and self.moments not in ("local", None):
             raise ValueError(f"moments={self.moments!r} travel in the background, so period must not be None")
         if self.background is not None and self.moments == "averaged":
@@ -127,11 +130,20 @@ class Divisible(Method):
             self._mean = PlainMean(channel, worker.x.numel())
         else:
             of_gradient = [GRADIENT_CODE] if self._correction is not None else []
-            coders = Coders([self.background, *of_gradient], comm.rank, worker.x.device)
+            code = CODES[0] if self.background == "auto" else self.background
+            coders = Coders([code, *of_gradient], comm.rank, worker.x.device)
             self._mean = (GatheredMean if self._hops(comm.size) == 1 else OwnersMean)(channel, worker.x.numel(), coders)
         if self.period == "auto":
             least = LEAST_PLAIN if self.background is None else LEAST_CODED
-            self._pace = Pace(comm, max(least, self._journey(comm.size)), self.max_period)
+            codes = CODES if self.background == "auto" and self._common is not None else CODES[:1]
+            sizes = [code.nbytes(worker.x.numel()) for code in codes]
+            self._pace = Pace(comm, max(least, self._journey(comm.size)), self.max_period, sizes)
+
+    def _code(self) -> Compressor | None:
+        """Of the background, now."""
+        if self.background == "auto":
+            return CODES[self._pace.code if self._pace is not None else 0]
+        return self.background
 
     def _hops(self, workers: int) -> int:
         return 1 if self.background is None else self.hops or (1 if workers <= FEW else 2)
@@ -187,9 +199,12 @@ class Divisible(Method):
             self._receive(worker, self._mean, max(piece.due for piece in self._flying))
 
     def metrics(self) -> dict[str, float]:
-        """`period` now; `backlog`, the pieces sent and not yet applied; `waiting`, the share of a step's time."""
+        """`period` now, and `bits` of an entry in the background; `backlog`, the pieces sent and not yet applied;
+        `waiting`, the share of a step's time."""
+        code = self._code()
         return {
             "period": float(self._period()),
+            "bits": 32.0 if code is None else round(8 * code.nbytes(1 << 20) / (1 << 20), 1),
             "backlog": float(len(self._flying)),
             "waiting": self._waiting,
         }
@@ -240,7 +255,7 @@ class Divisible(Method):
         if worker.step % every:
             return
         row = mean.layout.row
-        stop = min(self.column + -(-row * every // self._period()), row)
+        stop = min(self.column + in_grains(-(-row * every // self._period())), row)
         piece = Piece(mean.layout.parts(self.column, stop), worker.step, worker.step + self.delay)
         if self._common is not None and any(piece.overlaps(other) for other in self._flying):
             return  # a short sweep: what it has gained is known when the piece before is there
@@ -276,16 +291,26 @@ class Divisible(Method):
         # What the shortest message takes is no matter of the period, and the next foreground message takes as long.
         comm.mean(worker.x.new_zeros(1))
         times.append(comm.now())
-        transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
+        transfer, code = max(0.0, (times[1] - times[0]) - (times[2] - times[1])), pace.code
         if self._left is not None:
             columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
             pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
-        if pace.is_settled and pace.period > LONGEST_COMMON and self.moments is None and self._common is not None:
+        is_long = pace.is_settled and pace.period > LONGEST_COMMON
+        if is_long and self.moments is None and self._common is not None:
             # From here on "local": own steps since the common vectors were made are moves like any others.
             self.drain(worker)
             self._common = None
             if isinstance(mean, OwnersMean):
                 mean.residuals = []  # they are of gains
+            pace.keep_to_the_largest()
+        if pace.code != code:
+            self.drain(worker)  # with the old one
+            self._recode()
+
+    def _recode(self) -> None:
+        code = self._code()
+        if code is not None and isinstance(self._mean, GatheredMean | OwnersMean):
+            self._mean.coders = self._mean.coders.with_first(code)
 
     def _note_waiting(self, comm: Comm) -> None:
         now = comm.now()
@@ -320,6 +345,7 @@ class Divisible(Method):
             self._correction.load_state_dict(correction)
         if self._pace is not None:
             self._pace.load_state_dict(pace)
+            self._recode()
         super().load_state_dict(own)
 
 

@@ -61,7 +61,10 @@ class Coders:
 
     def __init__(self, compressors: Sequence[Compressor], rank: int, device: torch.device) -> None:
         self._compressors = [compressor.for_rank(rank) for compressor in compressors]
-        self._rank, self._device = rank, device
+        self._asked, self._rank, self._device = list(compressors), rank, device
+
+    def with_first(self, compressor: Compressor) -> Coders:
+        return Coders([compressor, *self._asked[1:]], self._rank, self._device)
 
     def nbytes(self, numel: int) -> int:
         return sum(compressor.nbytes(numel) for compressor in self._compressors)
@@ -113,19 +116,22 @@ class GatheredMean:
 
     def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
         self.layout = Layout(d, 1)
-        self.said = coders.said
-        self._comm, self._coders = comm, coders
+        self.coders = coders  # to be changed when nothing is on its way
+        self._comm = comm
 
     def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
-        piece.sent = [self._coders.encode(vectors, piece, piece.parts[0])]
+        piece.sent = [self.coders.encode(vectors, piece, piece.parts[0])]
         piece.pending = self._comm.all_gather_async(piece.sent[0])
         piece.messages = 1
 
     def receive(self, piece: Piece, vectors: Sequence[Carried]) -> bool:
         # In the order of ranks, so that all have the same bits.
         n = self._comm.size
-        self._coders.settle(vectors, piece, piece.parts[0], piece.wait(), [1 / n] * n, self._comm.rank)
+        self.coders.settle(vectors, piece, piece.parts[0], piece.wait(), [1 / n] * n, self._comm.rank)
         return True
+
+    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
+        return self.coders.said(piece, owner, start, stop)
 
 
 class OwnersMean:
@@ -135,12 +141,12 @@ class OwnersMean:
 
     def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
         self.layout = Layout(d, comm.size)
-        self.said = coders.said
+        self.coders = coders  # to be changed when nothing is on its way
         self.residuals: list[Tensor] = []
-        self._comm, self._coders = comm, coders
+        self._comm = comm
 
     def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
-        piece.sent = [self._coders.encode(vectors, piece, part) for part in piece.parts]
+        piece.sent = [self.coders.encode(vectors, piece, part) for part in piece.parts]
         piece.pending = self._comm.all_to_all_async(piece.sent)
         piece.messages = 1
 
@@ -149,21 +155,24 @@ class OwnersMean:
             self._pass_on(piece, vectors, piece.wait())
             return False
         for part, message, own in zip(piece.parts, piece.wait(), piece.sent, strict=True):
-            self._coders.settle(vectors, piece, part, [message, own], [1.0, 0.0], 1)
+            self.coders.settle(vectors, piece, part, [message, own], [1.0, 0.0], 1)
         return True
+
+    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
+        return self.coders.said(piece, owner, start, stop)
 
     def _pass_on(self, piece: Piece, vectors: Sequence[Carried], received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""
         own, row = piece.parts[self._comm.rank], self._comm.rank * self.layout.row
         numel, longest = own.stop - own.start, max(part.stop - part.start for part in piece.parts)
         # Rows end at different columns, and a gather takes messages of one length.
-        message = received[0].new_zeros(self._coders.nbytes(longest))
-        by_vector = list(zip(*(self._coders.find(codes, numel) for codes in received), strict=True))
+        message = received[0].new_zeros(self.coders.nbytes(longest))
+        by_vector = list(zip(*(self.coders.find(codes, numel) for codes in received), strict=True))
         if not self.residuals:
             self.residuals = [
                 torch.zeros(self.layout.row, dtype=torch.float32, device=message.device) for _ in by_vector
             ]
-        places = self._coders.find(message, numel)
+        places = self.coders.find(message, numel)
         for vector, sent, (compressor, code), residual in zip(vectors, by_vector, places, self.residuals, strict=True):
             mean = residual.new_zeros(numel)
             for coder, said in sent:

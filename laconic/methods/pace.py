@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -16,13 +17,20 @@ WINDOW = 5  # steps measured at a time
 ROUNDS = 3  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
 INTERVAL = 400  # steps from one window to the next, later
 MARGIN = 1.1
+WORTH = 0.8  # of a period or a code: what less is worth following the measurements for
 
 
 class Pace:
-    """Takes, in some steps, the seconds a worker computed and the seconds a piece took; gives the period."""
+    """Takes, in some steps, the seconds a worker computed and the seconds a piece took; gives the period.
 
-    def __init__(self, comm: Comm, least: int, most: int) -> None:
+    `sizes`: what codes to choose from take, the largest first. A smaller one is chosen where one is too large for the
+    least period: a long period costs more than coarse codes, which say later what they have left out.
+    """
+
+    def __init__(self, comm: Comm, least: int, most: int, sizes: Sequence[float] = (1.0,)) -> None:
         self.least, self.most = min(least, most), most
+        self.code = 0  # its number among the sizes
+        self._sizes, self._asked = list(sizes), self.least
         self.period = max(self.least, min(START, most))
         self.samples: list[list[float]] = []  # [seconds of computing, seconds of a full transfer]
         self.measured: list[float] = []  # the same, as last agreed
@@ -45,7 +53,8 @@ class Pace:
             return
         own = torch.tensor([statistics.median(column) for column in zip(*self.samples, strict=True)])
         # The slowest worker sets the time of a step, and the slowest link that of a transfer.
-        self.measured = torch.stack(self._comm.all_gather(own.double())).amax(0).tolist()
+        computing, transfer = torch.stack(self._comm.all_gather(own.double())).amax(0).tolist()
+        self.measured = [computing, self._choose(computing, transfer)]
         self._decide(*self.measured)
         self.samples = []
         self.rounds += 1
@@ -57,6 +66,25 @@ class Pace:
             self.least = least
             if self.is_settled:
                 self._decide(*self.measured)
+
+    def keep_to_the_largest(self) -> None:
+        """Of the codes. On all ranks in the same step."""
+        self.measured[1] *= self._sizes[0] / self._sizes[self.code]
+        self.code, self._sizes = 0, self._sizes[:1]
+        self._decide(*self.measured)
+
+    def _choose(self, computing: float, transfer: float) -> float:
+        """A code, and the seconds that a transfer takes with it."""
+        largest = transfer / self._sizes[self.code]
+
+        def fits(code: int, margin: float) -> bool:
+            return margin * largest * self._sizes[code] <= self._asked * computing
+
+        while self.code > 0 and fits(self.code - 1, MARGIN / WORTH if self.is_settled else MARGIN):
+            self.code -= 1
+        while self.code < len(self._sizes) - 1 and not fits(self.code, MARGIN):
+            self.code += 1
+        return largest * self._sizes[self.code]
 
     def _decide(self, computing: float, transfer: float) -> None:
         needed = max(self.least, math.ceil(MARGIN * transfer / max(computing, 1e-9)))
@@ -70,11 +98,11 @@ class Pace:
                     stacklevel=2,
                 )
         # Later, a slightly shorter period is not worth following the noise for.
-        if needed > self.period or needed <= 0.8 * self.period or not self.is_settled:
+        if needed > self.period or needed <= WORTH * self.period or not self.is_settled:
             self.period = min(needed, self.most)
 
     def state_dict(self) -> dict[str, object]:
-        names = ("period", "least", "samples", "measured", "next_window", "rounds")
+        names = ("period", "least", "code", "samples", "measured", "next_window", "rounds")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, object]) -> None:

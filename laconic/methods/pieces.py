@@ -11,6 +11,13 @@ from torch import Tensor
 from laconic.comm import Pending
 from laconic.comm.solo import Arrived
 
+GRAIN = 2048  # entries; blocks of codes are as long, and where they begin vectors are loaded from memory best
+
+
+def in_grains(length: int) -> int:
+    """Rounded up, where that adds little."""
+    return -(-length // GRAIN) * GRAIN if length >= 16 * GRAIN else length
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -24,7 +31,7 @@ class Layout:
 
     @property
     def row(self) -> int:
-        return -(-self.d // self.owners)
+        return in_grains(-(-self.d // self.owners))
 
     def parts(self, start: int, stop: int) -> list[slice]:
         """Columns start to stop of each row, as slices of the vector; empty where a row has ended."""

@@ -22,7 +22,7 @@ HALF_BIAS = 0x1FBD1DF5  # about half the bits of 1.0
 
 
 class Vectors(NamedTuple):
-    """The common ones and a worker's own, all over the same coordinates."""
+    """The common ones and a worker's own, all over the same coordinates. (For the kernels they are numpy's arrays.)"""
 
     x_hat: Tensor
     m_hat: Tensor

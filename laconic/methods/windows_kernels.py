@@ -24,10 +24,15 @@ WATCHED = 32  # one block in so many, to see whether there is anything to steer 
 NO_UNITS = np.empty(0, np.float32)
 
 
+def arrays_of(vectors: Vectors) -> Vectors:
+    """As all functions here take them: to cut numpy's arrays takes a fifth of the time it takes torch."""
+    return Vectors(*(vector.numpy() for vector in vectors))
+
+
 def gain(vectors: Vectors, runs: list[Run], least: Tensor | None = None) -> Tensor:
-    gain = torch.empty_like(vectors.m)
-    _gain(*_told_of(vectors), *_of_runs(runs), NO_UNITS if least is None else least.numpy(), gain.numpy())
-    return gain
+    gain = np.empty_like(vectors.m)
+    _gain(*_told_of(vectors), *_of_runs(runs), NO_UNITS if least is None else least.numpy(), gain)
+    return torch.from_numpy(gain)
 
 
 def encode(vectors: Vectors, runs: list[Run], compressor: Blockwise, step: int, least: Tensor, out: Tensor) -> bool:
@@ -44,22 +49,20 @@ def make_up(
     steers: bool,
     watches: bool,
 ) -> tuple[float, float]:
-    arrays = tuple(vector.numpy() for vector in vectors)
     news = mean.numpy(), said.numpy(), NO_UNITS if least is None else least.numpy()
-    return _make_up(arrays, *news, *_of_cuts(cuts), steers, watches)
+    return _make_up(tuple(vectors), *news, *_of_cuts(cuts), steers, watches)
 
 
 def settle(
     vectors: Vectors, codes: Codes, cuts: list[Cut], least: Tensor, steers: bool, watches: bool
 ) -> tuple[float, float]:
     """`make_up` with the mean of codes, which is nowhere stored."""
-    readable = codes.compressor.readable(codes.codes, codes.weights, codes.own, vectors.x.numel())
-    arrays = tuple(vector.numpy() for vector in vectors)
-    return _settle(arrays, *readable, least.numpy(), *_of_cuts(cuts), steers, watches)
+    readable = codes.compressor.readable(codes.codes, codes.weights, codes.own, vectors.x.size)
+    return _settle(tuple(vectors), *readable, least.numpy(), *_of_cuts(cuts), steers, watches)
 
 
-def _told_of(vectors: Vectors) -> list[np.ndarray]:
-    return [vector.numpy() for vector in (vectors.m, vectors.m_hat, vectors.v_hat, vectors.apart)]
+def _told_of(vectors: Vectors) -> tuple[np.ndarray, ...]:
+    return vectors.m, vectors.m_hat, vectors.v_hat, vectors.apart
 
 
 def _of_runs(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:

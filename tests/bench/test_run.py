@@ -180,6 +180,9 @@ def test_an_output_folder_is_kept(tmp_path: Path) -> None:
 def test_names_with_settings() -> None:
     asked = ask("local_sgd+period=4+moments=averaged")
     assert asked.way.settings() == {"period": 4, "moments": "averaged", "compressor": None}
+    chosen = ask("divisible+hops=2+background=auto").way.settings()
+    assert (chosen["hops"], chosen["background"]) == (2, "auto")
+    assert ask("divisible+background=sign").way.settings()["background"] == "sign"
     for text, match in [
         ("local_sdg", "no method or peer is called 'local_sdg'; did you mean local_sgd"),
         ("local_sgd+perod=4", "no setting of local_sgd is called 'perod'; did you mean period"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import itertools
 import tempfile
 import time
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm import Pending, Solo
 from laconic.compress import Compressor, Log, Uniform
+from laconic.methods import pace as pace_module
 from laconic.methods.correction import Correction
 from laconic.methods.divisible import foreground_block
 from laconic.methods.means import OwnersMean
 from laconic.methods.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace
-from laconic.methods.pieces import Layout, Piece
+from laconic.methods.pieces import Layout, Piece, in_grains
 from tests.helpers import OPTIMIZERS, adam, build_model, rank, train, train_step
 from tests.oracles.divisible import divisible, foreground_blocks
 
@@ -53,7 +55,7 @@ def look(worker: laconic.Worker, d: int) -> dict[str, Any]:
             if piece.messages == 2:  # the owners' residuals know of this one already, x does not
                 for owner, (part, message) in enumerate(zip(piece.parts, piece.wait(), strict=True)):
                     length = part.stop - part.start
-                    coder, code = next(own._mean._coders.find(message, length))
+                    coder, code = next(own._mean.coders.find(message, length))
                     late[part] += own._mean.said(piece, owner, 0, length) - coder.decode(code, length)
     return {
         "x": worker.x.clone(),
@@ -204,6 +206,16 @@ def test_pieces_cover_everything_once_and_owners_keep_their_rows(d: int, owners:
     assert sorted(i for parts in pieces for part in parts for i in range(d)[part]) == list(range(d))
     for parts in pieces:
         assert all(i // layout.row == owner for owner, part in enumerate(parts) for i in range(d)[part])
+
+
+@pytest.mark.parametrize("owners", [1, 4])
+@pytest.mark.parametrize("period", [1, 3, 4, 5, 7])
+def test_large_pieces_begin_where_blocks_do_and_a_sweep_is_no_longer(period: int, owners: int) -> None:
+    layout = Layout(1_863_690, owners)
+    starts = list(range(0, layout.row, in_grains(-(-layout.row // period))))
+    assert len(starts) == period
+    for start, stop in itertools.pairwise([*starts, layout.row]):
+        assert all(part.start % 2048 == 0 for part in layout.parts(start, stop))
 
 
 class Mirror(Solo):
@@ -460,6 +472,79 @@ def test_pace_warns_once_where_the_link_is_too_slow() -> None:
     assert "would need a period of 111" in text
 
 
+def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
+    pace = Pace(Clock(), 4, 64, sizes=[100.0, 75.0, 25.0])
+
+    def measured(step: int, with_the_largest: float) -> int:
+        return measure(pace, step, computing=0.5, transfer=with_the_largest * [1.0, 0.75, 0.25][pace.code])
+
+    step = measured(1, 3.0)
+    assert (pace.code, pace.period) == (0, 4)
+    step = measured(step, 4.0)  # 1.1 · 4 s are too much for 4 steps of 1 s, and 1.1 · 3 s are not
+    assert (pace.code, pace.period) == (1, 4)
+    step = measured(step, 40.0)
+    assert (pace.code, pace.period) == (2, 11), "the smallest, and ⌈1.1 · 10 s / 1 s⌉"
+    assert pace.is_settled
+    step = measured(step, 4.5)
+    assert (pace.code, pace.period) == (2, 4), "3 bits would just do, but that is not worth the change"
+    step = measured(step, 3.6)
+    assert (pace.code, pace.period) == (1, 4)
+    pace.lower(3)
+    assert (pace.code, pace.period) == (1, 3)
+    step = measured(step, 8.0)
+    assert (pace.code, pace.period) == (2, 3)
+    pace.keep_to_the_largest()
+    assert (pace.code, pace.period) == (0, 9)
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resumes_bit_for_bit(hops: Any) -> None:
+    steps, method = 40, laconic.Divisible(ratio=8, hops=hops)
+
+    def run() -> tuple[list[float], list[Tensor], list[list[Tensor]]]:
+        pace_module.INTERVAL = 5
+        add = Pace.add
+
+        def add_told(self: Pace, step: int, computing: float, transfer: float) -> None:
+            with_the_largest = 1.0 if step < 10 or step > 28 else 20.0
+            add(self, step, 1.0, with_the_largest * self._sizes[self.code] / self._sizes[0])
+
+        Pace.add = add_told  # type: ignore[method-assign]
+
+        def train(start: int, saved: dict[str, Any] | None) -> tuple[list[Tensor], list[float], dict[int, Any]]:
+            model = build_model()
+            optimizer = adam(model)
+            path, bits, states = [], [], {}
+            with laconic.Worker(model, optimizer, method) as worker:
+                own: Any = worker.method
+                if saved is not None:
+                    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+                    worker.load_state_dict(copy.deepcopy(saved["worker"]))
+                for step in range(start, steps):
+                    train_step(model, optimizer, worker.rank, step)
+                    path.append(torch.cat([own.x_hat, worker.x]))
+                    bits.append(worker.method.metrics()["bits"])
+                    if not own._pace.is_measuring(worker.step + 1):  # the first step after a break is not measured
+                        state = {"optimizer": optimizer.state_dict(), "worker": worker.state_dict()}
+                        states[step] = copy.deepcopy(state)
+            return path, bits, states
+
+        whole, bits, states = train(0, None)
+        chosen = [step for step in states if step > 15][::2]
+        assert {bits[step] for step in chosen} == {1.0, 4.0}
+        return bits, whole, [train(step + 1, states[step])[0] for step in chosen]
+
+    by_rank = laconic.spawn(run, 3)
+    for bits, whole, resumed in by_rank:
+        assert bits == by_rank[0][0]
+        assert [number for number, _ in itertools.groupby(bits)] == [4.0, 1.0, 4.0]
+        d = whole[0].numel() // 2
+        for x, other in zip(whole, by_rank[0][1], strict=True):
+            assert torch.equal(x[:d], other[:d]), "the common vector"
+        for rest in resumed:
+            assert all(torch.equal(x, y) for x, y in zip(rest, whole[-len(rest) :], strict=True))
+
+
 class Virtual(Mirror):
     """A link of `bandwidth` bytes a second in virtual time, on which messages go one after another."""
 
@@ -565,7 +650,8 @@ def test_metrics() -> None:
         assert [m["backlog"] for m in seen] == [1, 2, 3, 3, 3, 3, 3, 3]
         assert all(0 <= m["waiting"] <= 1 for m in seen)
         assert seen[-1]["waiting"] > 0
-    assert laconic.Divisible().metrics() == {"period": 0.0, "backlog": 0.0, "waiting": 0.0}
+    assert laconic.Divisible().metrics() == {"period": 0.0, "bits": 4.0, "backlog": 0.0, "waiting": 0.0}
+    assert laconic.Divisible(background=None).metrics()["bits"] == 32.0
 
 
 def test_a_nan_is_found_wherever_it_travels() -> None:

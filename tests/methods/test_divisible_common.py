@@ -154,7 +154,9 @@ def test_kernels_give_the_same_bits(
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     cuts = [Cut(part, window, now) for part in parts[::2]]  # some are passed over
     sums = windows.make_up(mine, ours[7], ours[8], cuts, least, share > 0, True)
-    watched = windows_kernels.make_up(yours, theirs[7], theirs[8], cuts, least, share > 0, True)
+    watched = windows_kernels.make_up(
+        windows_kernels.arrays_of(yours), theirs[7], theirs[8], cuts, least, share > 0, True
+    )
     assert torch.equal(ours[:6], theirs[:6])
     if share == 0:  # kept up in one block of some
         assert torch.equal(yours.apart[:2048], mine.apart[:2048])
@@ -165,14 +167,14 @@ def test_kernels_give_the_same_bits(
         assert watched == pytest.approx(sums, rel=1e-3, abs=1e-5 * abs(values[6]).max().item())
     runs = [Run(part, 0.7**i, share) for i, part in enumerate(parts)]
     gain = windows.gain(mine, runs, least)
-    assert torch.equal(gain, windows_kernels.gain(mine, runs, least))
+    assert torch.equal(gain, windows_kernels.gain(windows_kernels.arrays_of(mine), runs, least))
 
     least = windows.least_units(ours[2])
     gain = windows.gain(mine, runs, least)
     for compressor in (Uniform(4), Uniform(8), Log(3), Uniform(4, stochastic=True), Sign()):
         code, of_block = compressor.encode(gain, step=3), torch.empty_like(least)
         out = torch.empty_like(code)
-        assert windows_kernels.encode(mine, runs, compressor, 3, of_block, out)
+        assert windows_kernels.encode(windows_kernels.arrays_of(mine), runs, compressor, 3, of_block, out)
         assert torch.equal(out, code)
         assert torch.equal(of_block, least)
 
@@ -532,7 +534,7 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
                 own.since.raise_to(slice(2600, 2650), 2)
                 vectors = own._own()
                 for i, vector in enumerate(vectors):
-                    vector.copy_(torch.randn(d, generator=torch.Generator().manual_seed(i)).abs())
+                    vector[:] = torch.randn(d, generator=torch.Generator().manual_seed(i)).abs()
                 codes = [compressor.encode(torch.randn(6000, generator=generator)) for _ in range(workers)]
                 piece, part = Piece([slice(500, 6500)], 2, 3), slice(500, 6500)
                 piece.kept[500] = windows.least_units(own.v_hat[part])
@@ -541,7 +543,7 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
                     own.settle(piece, part, said)
                 else:
                     own.put(piece, part, said.mean(6000), compressor.decode(codes[1], 6000, step=2))
-                results.append(torch.stack(list(vectors)))
+                results.append(torch.stack([torch.as_tensor(vector).clone() for vector in vectors]))
                 assert own.since.entries == [[100, 0], [500, 1], [6500, 2], [7000, 0]]
         return results[0], results[1]
 

@@ -167,6 +167,16 @@ def uniform_block(x, r, scale, bits, codes):
 
 
 @njit(nogil=True, cache=True)
+def uniform_codes(p, scale, bits, codes):
+    """`uniform_block` without what is left; the scale is not near zero."""
+    levels = np.float32((1 << (bits - 1)) - 1)
+    steps = levels / scale
+    offset = np.int32(np.int32(levels) - bits_of(MAGIC))
+    for i in range(p.size):
+        codes[i] = saturated(add32(bits_of(p[i] * steps + MAGIC), offset))
+
+
+@njit(nogil=True, cache=True)
 def uniform_stochastic_block(x, r, scale, bits, key, codes):
     """Add a chance of ±½ step before rounding, so that the mean is right."""
     if scale < TINY:

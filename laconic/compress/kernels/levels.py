@@ -62,3 +62,24 @@ def add_levels(kind, bits, codes, scale, weight, target):
         unit = np.float32(1.0) / np.float32(top)
         for i in range(target.size):
             target[i] += weight * uniform_level(codes[i], top, unit, scale)
+
+
+@njit(nogil=True, cache=True)
+def levels_of_halves(packed, scale, values):
+    """`levels_of` uniform codes of 4 bits as they are packed: half a byte for each half of the values."""
+    half = packed.size
+    low, high = values[:half], values[half:]
+    top, unit = np.int32(7), np.float32(1.0) / np.float32(7)
+    for i in range(half):
+        low[i] = uniform_level(packed[i] & np.uint8(15), top, unit, scale)
+        high[i] = uniform_level(packed[i] >> np.uint8(4), top, unit, scale)
+
+
+@njit(nogil=True, cache=True)
+def add_levels_of_halves(packed, scale, weight, target):
+    half = packed.size
+    low, high = target[:half], target[half:]
+    top, unit = np.int32(7), np.float32(1.0) / np.float32(7)
+    for i in range(half):
+        low[i] += weight * uniform_level(packed[i] & np.uint8(15), top, unit, scale)
+        high[i] += weight * uniform_level(packed[i] >> np.uint8(4), top, unit, scale)

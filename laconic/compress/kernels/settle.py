@@ -25,12 +25,22 @@ from laconic.compress.kernels.bits import (
 from laconic.compress.kernels.blockwise import (
     LANES,
     MINUS_ZERO,
+    TINY,
     mean_magnitude,
     quantize_block,
+    scales_are_valid,
     splitmix64,
+    uniform_codes,
 )
 from laconic.compress.kernels.dense import add_scaled
-from laconic.compress.kernels.levels import SIGN_KIND, add_levels, levels_of
+from laconic.compress.kernels.levels import (
+    SIGN_KIND,
+    UNIFORM_KIND,
+    add_levels,
+    add_levels_of_halves,
+    levels_of,
+    levels_of_halves,
+)
 
 
 @njit(nogil=True, cache=True)
@@ -75,7 +85,10 @@ def encode_block(kind, bits, p, count, largest, key, number, room, out):
     scale = mean_magnitude(nothing, p, count, lanes) if kind == SIGN_KIND else float_of(largest)
     packed = out[number * stride + 4 : (number + 1) * stride]
     place = packed if packed.size == p.size else codes  # eight bits need no packing
-    quantize_block(kind, bits, nothing, p, scale, splitmix64(key + np.uint64(number)), uppers, place)
+    if kind == UNIFORM_KIND and scale >= TINY:
+        uniform_codes(p, scale, bits, place)
+    else:
+        quantize_block(kind, bits, nothing, p, scale, splitmix64(key + np.uint64(number)), uppers, place)
     store_float(out, number * stride, scale)
     if count < p.size:
         pack_sequence(codes[:count], bits, packed)
@@ -100,6 +113,15 @@ def settle(kind, bits, block, codes, nbytes, weights, own, x, base, has_base):
 
 
 @njit(nogil=True, cache=True)
+def find_bad_code(bits, block, codes, nbytes, blocks):
+    """The number of the first with a scale that cannot be, or −1."""
+    for row in range(codes.size):
+        if not scales_are_valid(bits, block, bytes_at(codes[row], nbytes), blocks):
+            return row
+    return -1
+
+
+@njit(nogil=True, cache=True)
 def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unpacked, news, said):
     """`news` and the levels of code `own` in the block that begins at `start`; `unpacked` is room to work in."""
     fill(news, np.float32(0.0))
@@ -108,6 +130,12 @@ def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unp
     for row in range(codes.size):
         code = bytes_at(codes[row], nbytes)
         packed = code[place + 4 : place + stride]
+        scale = load_float(code, place)
+        if kind >= UNIFORM_KIND and bits == 4 and count == block:
+            add_levels_of_halves(packed, scale, weights[row], news)
+            if row == own:
+                levels_of_halves(packed, scale, said)
+            continue
         plain = unpacked
         if count < block:
             unpack_sequence(packed, bits, unpacked[:count])
@@ -115,7 +143,6 @@ def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unp
             plain = packed
         else:
             unpack_fields(packed, bits, unpacked)
-        scale = load_float(code, place)
         if row == own:
             levels_of(kind, bits, plain, scale, said[:count])
             add_scaled(said[:count], news[:count], weights[row])
