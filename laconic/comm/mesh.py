@@ -139,12 +139,12 @@ class Mesh:
         """Send the first to each of these workers, and fill the second with what it sends."""
         swap = Swap(self, 2 * len(messages))
         with self._changed:
-            if self._error is not None:
-                raise self._error
             for line in self._lines.values():
-                if line.peer in messages:
+                if line.peer in messages and self._error is None:
                     line.add(*messages[line.peer], swap)
                     self._move(line, line.send)
+            if self._error is not None:
+                raise self._error
         return swap
 
     def wait(self, swap: Swap, seconds: float) -> None:

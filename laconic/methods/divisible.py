@@ -58,8 +58,8 @@ class Divisible(Method):
             background, which takes no compressor. None: "common" where it can be and the period is at most 8, else
             "local".
         background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
-            where the period is "auto" too and the link too slow for it in 4 steps, with "common" `Uniform(3)` or
-            `Sign()`.
+            where the period is "auto" too and the link too slow to send that in half of 4 steps, with "common"
+            `Uniform(3)` or `Sign()`.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
         hops: messages, one after the other, that a mean of codes takes: 1, all codes to everyone, who has the mean a

@@ -17,6 +17,7 @@ WINDOW = 5  # steps measured at a time
 ROUNDS = 3  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
 INTERVAL = 400  # steps from one window to the next, later
 MARGIN = 1.1
+ROOM = 2.0  # the same for a code: a link that is never idle takes more from computing than finer codes give
 WORTH = 0.8  # of a period or a code: what less is worth following the measurements for
 
 
@@ -80,9 +81,9 @@ class Pace:
         def fits(code: int, margin: float) -> bool:
             return margin * largest * self._sizes[code] <= self._asked * computing
 
-        while self.code > 0 and fits(self.code - 1, MARGIN / WORTH if self.is_settled else MARGIN):
+        while self.code > 0 and fits(self.code - 1, ROOM / WORTH if self.is_settled else ROOM):
             self.code -= 1
-        while self.code < len(self._sizes) - 1 and not fits(self.code, MARGIN):
+        while self.code < len(self._sizes) - 1 and not fits(self.code, ROOM):
             self.code += 1
         return largest * self._sizes[self.code]
 

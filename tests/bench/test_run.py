@@ -18,6 +18,7 @@ from laconic.bench.record import Point, Record, RunsFile, Split
 from laconic.bench.run import Plan, evaluated_steps, run
 from laconic.bench.table import table
 from laconic.bench.ways import Asked, ask, names
+from laconic.compress import Sign
 from laconic.emulate import EmulationError, Network, parse_links
 from laconic.tasks import Digits
 
@@ -182,7 +183,7 @@ def test_names_with_settings() -> None:
     assert asked.way.settings() == {"period": 4, "moments": "averaged", "compressor": None}
     chosen = ask("divisible+hops=2+background=auto").way.settings()
     assert (chosen["hops"], chosen["background"]) == (2, "auto")
-    assert ask("divisible+background=sign").way.settings()["background"] == "sign"
+    assert ask("divisible+background=sign").way.settings()["background"] == Sign()
     for text, match in [
         ("local_sdg", "no method or peer is called 'local_sdg'; did you mean local_sgd"),
         ("local_sgd+perod=4", "no setting of local_sgd is called 'perod'; did you mean period"),

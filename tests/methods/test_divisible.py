@@ -478,16 +478,16 @@ def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
     def measured(step: int, with_the_largest: float) -> int:
         return measure(pace, step, computing=0.5, transfer=with_the_largest * [1.0, 0.75, 0.25][pace.code])
 
-    step = measured(1, 3.0)
+    step = measured(1, 2.0)
     assert (pace.code, pace.period) == (0, 4)
-    step = measured(step, 4.0)  # 1.1 · 4 s are too much for 4 steps of 1 s, and 1.1 · 3 s are not
+    step = measured(step, 2.5)  # twice 2.5 s are too much for 4 steps of 1 s, and twice ¾ of them are not
     assert (pace.code, pace.period) == (1, 4)
     step = measured(step, 40.0)
     assert (pace.code, pace.period) == (2, 11), "the smallest, and ⌈1.1 · 10 s / 1 s⌉"
     assert pace.is_settled
-    step = measured(step, 4.5)
+    step = measured(step, 2.5)
     assert (pace.code, pace.period) == (2, 4), "3 bits would just do, but that is not worth the change"
-    step = measured(step, 3.6)
+    step = measured(step, 2.1)
     assert (pace.code, pace.period) == (1, 4)
     pace.lower(3)
     assert (pace.code, pace.period) == (1, 3)
@@ -700,7 +700,7 @@ def test_averaged_moments_of_an_optimizer_without_any() -> None:
         ("max_period", 0, "max_period must be a whole number, at least 1, not 0"),
         ("delay", 0, "delay must be a whole number, at least 1, not 0"),
         ("hops", 3, "hops must be one of 1, 2, None, not 3"),
-        ("background", "4bit", "background must be a compressor or None, not '4bit'"),
+        ("background", "4bit", "background must be a compressor, 'auto' or None, not '4bit'"),
     ],
 )
 def test_bad_settings(setting: str, value: object, message: str) -> None:
