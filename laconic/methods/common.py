@@ -18,6 +18,7 @@ from torch import Tensor
 from laconic.compress.backend import kernels_for
 from laconic.compress.blockwise import Blockwise
 from laconic.compress.compressor import Compressor, not_finite
+from laconic.compress.quantizers import Sign
 from laconic.method import Replica
 from laconic.methods.carried import Carried, Codes
 from laconic.methods.pieces import Piece
@@ -124,9 +125,12 @@ class CommonAdam(Carried):
 
     def settle(self, piece: Piece, part: slice, codes: Codes) -> None:
         if part.start < part.stop:  # else the row has ended
-            cuts = self._cuts(piece.step, part)
-            seen = self._settle(piece, part, codes, cuts, self.steering.is_on, watches=True)
-            self.steering.see(*seen, piece.share(part))
+            cuts, watches = self._cuts(piece.step, part), not isinstance(codes.compressor, Sign)
+            seen = self._settle(piece, part, codes, cuts, self.steering.is_on, watches)
+            if watches:
+                self.steering.see(*seen, piece.share(part))
+            else:  # what one bit leaves out is in all messages that follow, and looks like something that lasts
+                self.steering.rest()
 
     def _settle(
         self, piece: Piece, part: slice, codes: Codes, cuts: list[Cut], steers: bool, watches: bool

@@ -47,6 +47,10 @@ class Steering:
         self.share = share if share >= LEAST_SHARE else 0.0
         self.is_on |= self.share > 0
 
+    def rest(self) -> None:
+        """Nothing can be seen."""
+        self.share = self._products = self._squares = 0.0
+
     @property
     def data_is_unlike(self) -> bool:
         return self.steps >= SURE
