@@ -12,7 +12,7 @@ import torch
 from laconic.comm import Comm
 
 FIRST = 3  # the step measuring starts in: before, things are loaded, compiled and connected
-START = 8  # the period until one is measured: a few steps may wait, where a long one would begin with workers apart
+START = 4  # the period until one is measured: a few steps may wait, where a long one would begin with workers apart
 WINDOW = 5  # steps measured at a time
 ROUNDS = 3  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
 INTERVAL = 400  # steps from one window to the next, later

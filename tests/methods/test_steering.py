@@ -10,22 +10,23 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.compress import Uniform
+from laconic.compress import Compressor, Sign, Uniform
 from laconic.methods import steering
 from tests.helpers import rank
 
 D = 40_000  # enough for the kernels
 STEPS = 40
+CODE = Uniform(8)
 
 
 class Training:
     """Gradients are what this rank's data is like, and noise of 1."""
 
-    def __init__(self, unlike: float, sign: float = 1.0, period: Any = 4) -> None:
+    def __init__(self, unlike: float, sign: float = 1.0, period: Any = 4, code: Compressor = CODE) -> None:
         self.model = nn.Linear(D, 1, bias=False)
         nn.init.zeros_(self.model.weight)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, maximize=sign < 0)
-        self.worker = laconic.Worker(self.model, self.optimizer, laconic.Divisible(1024, period, background=Uniform(8)))
+        self.worker = laconic.Worker(self.model, self.optimizer, laconic.Divisible(1024, period, background=code))
         self.method: Any = self.worker.method
         self.sign = sign
         self.kind = unlike * torch.randn(1, D, generator=torch.Generator().manual_seed(rank()))
@@ -71,6 +72,17 @@ def test_unlike_data_is_steered_by_what_lasts() -> None:
     (share, steered, own), (_, other_steered, other_own) = laconic.spawn(run, 2)
     assert share == pytest.approx(0.8, abs=0.08)
     assert (steered - other_steered).norm() < 0.8 * (own - other_own).norm()  # the rest is noise
+
+
+def test_one_bit_shows_nothing_to_steer_by() -> None:
+    """What it leaves out is told later, so that differences seem to last also where there is nothing but noise."""
+
+    def run() -> tuple[float, float]:
+        with (training := Training(unlike=0.0, code=Sign())).worker:
+            training.run(0, STEPS)
+            return max(training.steering.shares), training.steering.share
+
+    assert laconic.spawn(run, 2) == [(0.0, 0.0)] * 2
 
 
 def test_ascent_is_steered_the_same_way() -> None:
