@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,7 +150,7 @@ class CommonAdam(Carried):
         own = self._gain(vectors, self._runs(block))
         pending = comm.all_gather_async(self._settings_now())
         mean = comm.mean(own)
-        self._check_settings(pending.wait())
+        self._check_settings([one.tolist() for one in pending.wait()])
         cuts = self._cuts(self._worker.step, block)
         self._make_up(vectors, mean, own, cuts, None, self.steering.is_on, False)
 
@@ -172,7 +173,7 @@ class CommonAdam(Carried):
 
         def finish() -> None:
             told = pending.wait()
-            self._check_settings([one[nbytes:].clone().view(torch.float64) for one in told])
+            self._check_settings([one[nbytes:].cpu().numpy().view(np.float64).tolist() for one in told])
             shares = [1 / comm.size] * comm.size
             codes = Codes(compressor, [one[:nbytes] for one in told], shares, comm.rank, step)
             self._settle(piece, block, codes, cuts, steers, watches=False)
@@ -182,10 +183,10 @@ class CommonAdam(Carried):
     def _settings_now(self) -> Tensor:
         """What must be the same on all ranks, and by how much this one steers."""
         settings = [number for step in self.steps[-1] for number in step]
-        return torch.tensor([*settings, self.steering.share], dtype=torch.float64, device=self.m_hat.device)
+        return torch.from_numpy(np.array([*settings, self.steering.share], np.float64)).to(self.m_hat.device)
 
-    def _check_settings(self, told: list[Tensor]) -> None:
-        step, by_rank = self._worker.step, [one[:-1].tolist() for one in told]
+    def _check_settings(self, told: list[list[float]]) -> None:
+        step, by_rank = self._worker.step, [one[:-1] for one in told]
         if culprits := [str(rank) for rank, numbers in enumerate(by_rank) if math.isnan(numbers[0])]:
             raise FloatingPointError(f"foreground at step {step}: NaN or infinity on rank {', '.join(culprits)}")
         if any(numbers != by_rank[0] for numbers in by_rank):
@@ -194,7 +195,7 @@ class CommonAdam(Carried):
                 f"learning rates and betas must be the same on all ranks, "
                 f"and at step {step} are, group by group, {listed}"
             )
-        self.steering.hear([float(one[-1]) for one in told])
+        self.steering.hear([one[-1] for one in told])
 
     def unit(self, piece: Piece, part: slice) -> Tensor:
         unit = units(self.v_hat[part], piece.kept[part.start])
@@ -205,9 +206,10 @@ class CommonAdam(Carried):
 
     def _ages(self, part: slice) -> list[tuple[slice, int, int]]:
         """Coordinates of one age and group, that step, and the group's number."""
-        return [
-            (run, since, group) for aged, since in self.since.within(part) for run, group in self._groups.within(aged)
-        ]
+        ages = self.since.within(part)
+        if len(self._groups.entries) == 1:
+            return [(aged, since, self._groups.entries[0][1]) for aged, since in ages]
+        return [(run, since, group) for aged, since in ages for run, group in self._groups.within(aged)]
 
     def _runs(self, part: slice) -> list[Run]:
         runs = []

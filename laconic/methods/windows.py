@@ -5,9 +5,6 @@ For fp32 on the CPU `windows_kernels` does the same in one pass over memory.
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,17 +69,21 @@ class Window(NamedTuple):
     def of(cls, group: dict[str, Any], steps: Sequence[Step], count: int, shares: Sequence[float]) -> Window:
         """`count`: the number of the optimizer's steps before these; `shares`: by which a worker steered in them."""
         k, (beta1, beta2) = len(steps), steps[-1][1:] if steps else group["betas"]
-        kept = list(itertools.accumulate((step.beta1 for step in steps), operator.mul, initial=1.0))
-        decays = [1 - step.lr * group["weight_decay"] * group["decoupled_weight_decay"] for step in steps]
-        weights = [
-            step.lr / (1 - step.beta1 ** (count + i)) * math.prod(decays[i:]) for i, step in enumerate(steps, start=1)
-        ]
-        kept_v = math.prod(step.beta2 for step in steps)
+        shrink = group["weight_decay"] * group["decoupled_weight_decay"]
+        kept_m = kept_v = decay = 1.0
+        coast = push = 0.0
+        for i, step in enumerate(steps, start=count + 1):
+            kept_m *= step.beta1
+            kept_v *= step.beta2
+            rate, left = step.lr / (1 - step.beta1**i), 1 - step.lr * shrink
+            coast = coast * left + kept_m * rate
+            push = push * left + (1 - kept_m) * rate
+            decay *= left
         ratio = (1 + beta1) / (1 - beta1)
-        k_e = ratio * (1 - kept[k]) / (1 + kept[k])
-        spread = 1 / (1 - kept[k]) if k else 0.0
+        k_e = ratio * (1 - kept_m) / (1 + kept_m)
+        spread = 1 / (1 - kept_m) if k else 0.0
         return cls(
-            kept_m=kept[k],
+            kept_m=kept_m,
             kept_v=kept_v,
             new_v=1 - kept_v,
             spread=spread,
@@ -90,9 +91,9 @@ class Window(NamedTuple):
             noise=NOISE * (k_e - 1) / (1 + k_e / ratio),
             unbiased=1 / (1 - beta2 ** (count + k)),
             eps=group["eps"],
-            decay=math.prod(decays),
-            coast=sum(kept[i] * weight for i, weight in enumerate(weights, start=1)),
-            push=spread * sum((1 - kept[i]) * weight for i, weight in enumerate(weights, start=1)),
+            decay=decay,
+            coast=coast,
+            push=spread * push,
             steered=in_m(steps, shares),
         )
 
