@@ -56,7 +56,7 @@ class DistributedComm(Comm):
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
             return Mesh(store, self.rank, others, self._register.timeout, beside=beside)
-        except (WireError, dist.DistStoreError) as error:
+        except (WireError, OSError, dist.DistError) as error:
             raise self._register.roll_call(f"the opening of the {self._name} channel", first_line(error)) from error
 
     @property
@@ -262,6 +262,9 @@ class DistributedComm(Comm):
             self._register.fail(str(error))
         else:
             self._register.fail(f"rank {self.rank} failed at step {self.meter.step}: {type(error).__name__}: {error}")
+        for channel in (self, *self._channels):
+            if channel._mesh is not None:
+                channel._mesh.close()
 
     def close(self) -> None:
         for channel in self._channels:

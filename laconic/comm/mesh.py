@@ -108,9 +108,27 @@ class Mesh:
     """`beside`: a thread moves the messages. Else they move in `wait`, as far as the kernel has no room for them."""
 
     def __init__(self, store: Store, rank: int, others: Iterable[int], timeout: float, *, beside: bool) -> None:
-        switchboard = Switchboard(store, rank, timeout)
         self._lines: dict[int, Line] = {}
         self._epoll = select.epoll()
+        self._error: WireError | None = None
+        self._changed = threading.Condition()  # guards lines, their messages and the error
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        try:
+            self._connect(Switchboard(store, rank, timeout), others)
+        except BaseException:
+            self.close()
+            raise
+        if beside:
+            self._bell = os.eventfd(0)
+            self._epoll.register(self._bell, select.EPOLLIN)
+            self._thread = threading.Thread(target=self._run, name="laconic-mesh", daemon=True)
+            self._thread.start()
+        else:
+            for line in self._lines.values():
+                line.wire.make_room(ROOM_NBYTES)
+
+    def _connect(self, switchboard: Switchboard, others: Iterable[int]) -> None:
         try:
             for peer in others:
                 try:
@@ -122,18 +140,6 @@ class Mesh:
                 self._epoll.register(line.wire.fileno(), select.EPOLLONESHOT)
         finally:
             switchboard.close()
-        self._error: WireError | None = None
-        self._changed = threading.Condition()  # guards lines, their messages and the error
-        self._closing = False
-        self._thread: threading.Thread | None = None
-        if beside:
-            self._bell = os.eventfd(0)
-            self._epoll.register(self._bell, select.EPOLLIN)
-            self._thread = threading.Thread(target=self._run, name="laconic-mesh", daemon=True)
-            self._thread.start()
-        else:
-            for line in self._lines.values():
-                line.wire.make_room(ROOM_NBYTES)
 
     def swap(self, messages: Mapping[int, tuple[memoryview, memoryview]]) -> Swap:
         """Send the first to each of these workers, and fill the second with what it sends."""
@@ -167,8 +173,11 @@ class Mesh:
                     self._move(line, line.receive)
 
     def close(self) -> None:
+        """Others that wait for this worker notice at once."""
+        if self._closing:
+            return
+        self._closing = True
         if self._thread is not None:
-            self._closing = True
             os.eventfd_write(self._bell, 1)
             self._thread.join()
             os.close(self._bell)
@@ -193,11 +202,10 @@ class Mesh:
         try:
             for way in ways:
                 way()
-        except WireError as error:
+            if events := line.events():
+                self._epoll.modify(line.wire.fileno(), events | select.EPOLLONESHOT)
+        except (WireError, OSError) as error:
             self._end(WireError(f"the wire to rank {line.peer}: {error}"))
-            return
-        if events := line.events():
-            self._epoll.modify(line.wire.fileno(), events | select.EPOLLONESHOT)
 
     def _end(self, error: WireError) -> None:
         self._error = error

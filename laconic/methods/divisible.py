@@ -23,12 +23,15 @@ from laconic.methods.correction import Correction
 from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainMean
 from laconic.methods.pace import Pace
 from laconic.methods.pieces import Piece, in_grains
+from laconic.methods.steering import Steering
 
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives;
 # freshness gives more where workers are seen to hold unlike data ("common").
 LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
-# Of the background, if none is asked for: the next where a link is too slow for the one before.
+# Of the background, if none is asked for: the next where a link is too slow for the one before. The last one only for
+# workers that have not been seen to hold unlike data in their first steps: there it costs two points of accuracy.
 CODES = (Uniform(bits=4), Uniform(bits=3), Sign())
+LOOKED = 64
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
@@ -59,7 +62,7 @@ class Divisible(Method):
             "local".
         background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
             where the period is "auto" too and the link too slow to send that in half of 4 steps, with "common"
-            `Uniform(3)` or `Sign()`.
+            `Uniform(3)`, or after 64 steps in which workers were not seen to hold unlike data `Sign()`.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
         hops: messages, one after the other, that a mean of codes takes: 1, all codes to everyone, who has the mean a
@@ -186,9 +189,9 @@ class Divisible(Method):
         if self._mean is not None:
             self._receive(worker, self._mean, worker.step)
         finish()
-        if self._pace is not None and self._common is not None and self._common.steering.data_is_unlike:
-            self._pace.lower(max(LEAST_UNLIKE, self._journey(comm.size)))
         if self._mean is not None:
+            if self._pace is not None and self._common is not None:
+                self._follow_data(worker, self._mean, self._pace, self._common.steering)
             self._send(worker, self._mean)
             if self._pace is not None and self._pace.is_measuring(worker.step):
                 self._measure(worker, self._mean, self._pace, computed)
@@ -295,8 +298,22 @@ class Divisible(Method):
         if self._left is not None:
             columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
             pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
-        is_long = pace.is_settled and pace.period > LONGEST_COMMON
-        if is_long and self.moments is None and self._common is not None:
+        self._follow_pace(worker, mean, pace, code)
+
+    def _follow_data(self, worker: Replica, mean: Mean, pace: Pace, steering: Steering) -> None:
+        """Unlike data asks for a shorter period; where it is alike, the coarsest code will do."""
+        if steering.data_is_unlike:
+            pace.lower(max(LEAST_UNLIKE, self._journey(worker.comm.size)))
+        if worker.step == LOOKED:
+            code = pace.code
+            if steering.steps == 0:
+                pace.allow_all()
+            self._follow_pace(worker, mean, pace, code)
+
+    def _follow_pace(self, worker: Replica, mean: Mean, pace: Pace, code: int) -> None:
+        """With another moment or code, if that is what the period asks for. `code`: the number of that in use."""
+        has_chosen = pace.is_settled and (self.background != "auto" or worker.step >= LOOKED)
+        if has_chosen and pace.period > LONGEST_COMMON and self.moments is None and self._common is not None:
             # From here on "local": own steps since the common vectors were made are moves like any others.
             self.drain(worker)
             self._common = None

@@ -25,12 +25,14 @@ class Pace:
     """Takes, in some steps, the seconds a worker computed and the seconds a piece took; gives the period.
 
     `sizes`: what codes to choose from take, the largest first. A smaller one is chosen where one is too large for the
-    least period: a long period costs more than coarse codes, which say later what they have left out.
+    least period: a long period costs more than coarse codes, which say later what they have left out. The last one
+    only after `allow_all`.
     """
 
     def __init__(self, comm: Comm, least: int, most: int, sizes: Sequence[float] = (1.0,)) -> None:
         self.least, self.most = min(least, most), most
         self.code = 0  # its number among the sizes
+        self.allowed = max(1, len(sizes) - 1)  # so many of the codes
         self._sizes, self._asked = list(sizes), self.least
         self.period = max(self.least, min(START, most))
         self.samples: list[list[float]] = []  # [seconds of computing, seconds of a full transfer]
@@ -68,10 +70,17 @@ class Pace:
             if self.is_settled:
                 self._decide(*self.measured)
 
+    def allow_all(self) -> None:
+        """Of the codes. On all ranks in the same step."""
+        self.allowed = len(self._sizes)
+        if self.is_settled:
+            self.measured[1] = self._choose(*self.measured)
+            self._decide(*self.measured)
+
     def keep_to_the_largest(self) -> None:
         """Of the codes. On all ranks in the same step."""
         self.measured[1] *= self._sizes[0] / self._sizes[self.code]
-        self.code, self._sizes = 0, self._sizes[:1]
+        self.code, self.allowed = 0, 1
         self._decide(*self.measured)
 
     def _choose(self, computing: float, transfer: float) -> float:
@@ -83,7 +92,7 @@ class Pace:
 
         while self.code > 0 and fits(self.code - 1, ROOM / WORTH if self.is_settled else ROOM):
             self.code -= 1
-        while self.code < len(self._sizes) - 1 and not fits(self.code, ROOM):
+        while self.code < self.allowed - 1 and not fits(self.code, ROOM):
             self.code += 1
         return largest * self._sizes[self.code]
 
@@ -103,7 +112,7 @@ class Pace:
             self.period = min(needed, self.most)
 
     def state_dict(self) -> dict[str, object]:
-        names = ("period", "least", "code", "samples", "measured", "next_window", "rounds")
+        names = ("period", "least", "code", "allowed", "samples", "measured", "next_window", "rounds")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, object]) -> None:

@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def row(self) -> int:
-        return in_grains(-(-self.d // self.owners))
+        return min(in_grains(-(-self.d // self.owners)), self.d)
 
     def parts(self, start: int, stop: int) -> list[slice]:
         """Columns start to stop of each row, as slices of the vector; empty where a row has ended."""

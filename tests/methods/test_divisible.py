@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm import Pending, Solo
 from laconic.compress import Compressor, Log, Uniform
+from laconic.methods import divisible as divisible_module
 from laconic.methods import pace as pace_module
 from laconic.methods.correction import Correction
 from laconic.methods.divisible import foreground_block
@@ -216,6 +217,14 @@ def test_large_pieces_begin_where_blocks_do_and_a_sweep_is_no_longer(period: int
     assert len(starts) == period
     for start, stop in itertools.pairwise([*starts, layout.row]):
         assert all(part.start % 2048 == 0 for part in layout.parts(start, stop))
+
+
+@pytest.mark.parametrize(("d", "period"), [(33_000, 32), (32_769, 128)])
+def test_no_piece_is_empty(d: int, period: int) -> None:
+    layout = Layout(d, 1)
+    assert layout.row == d
+    for start in range(0, layout.row, in_grains(-(-layout.row // period))):
+        assert layout.parts(start, start + 1)[0] == slice(start, start + 1)
 
 
 class Mirror(Solo):
@@ -483,8 +492,10 @@ def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
     step = measured(step, 2.5)  # twice 2.5 s are too much for 4 steps of 1 s, and twice ¾ of them are not
     assert (pace.code, pace.period) == (1, 4)
     step = measured(step, 40.0)
-    assert (pace.code, pace.period) == (2, 11), "the smallest, and ⌈1.1 · 10 s / 1 s⌉"
+    assert (pace.code, pace.period) == (1, 33), "the smallest that is allowed, and ⌈1.1 · 30 s / 1 s⌉"
     assert pace.is_settled
+    pace.allow_all()
+    assert (pace.code, pace.period) == (2, 11), "the smallest, and ⌈1.1 · 10 s / 1 s⌉"
     step = measured(step, 2.5)
     assert (pace.code, pace.period) == (2, 4), "3 bits would just do, but that is not worth the change"
     step = measured(step, 2.1)
@@ -497,12 +508,15 @@ def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
     assert (pace.code, pace.period) == (0, 9)
 
 
-@pytest.mark.parametrize("hops", [1, 2])
-def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resumes_bit_for_bit(hops: Any) -> None:
+@pytest.mark.parametrize(("hops", "looked", "expected"), [(1, 2, [4, 1, 4]), (2, 2, [4, 1, 4]), (1, 19, [4, 3, 4])])
+def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resumes_bit_for_bit(
+    hops: Any, looked: int, expected: list[int]
+) -> None:
+    """After 19 steps workers are seen to hold unlike data, so that one bit will not do."""
     steps, method = 40, laconic.Divisible(ratio=8, hops=hops)
 
     def run() -> tuple[list[float], list[Tensor], list[list[Tensor]]]:
-        pace_module.INTERVAL = 5
+        pace_module.INTERVAL, divisible_module.LOOKED = 5, looked
         add = Pace.add
 
         def add_told(self: Pace, step: int, computing: float, transfer: float) -> None:
@@ -531,13 +545,13 @@ def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resum
 
         whole, bits, states = train(0, None)
         chosen = [step for step in states if step > 15][::2]
-        assert {bits[step] for step in chosen} == {1.0, 4.0}
+        assert {bits[step] for step in chosen} == set(expected)
         return bits, whole, [train(step + 1, states[step])[0] for step in chosen]
 
     by_rank = laconic.spawn(run, 3)
     for bits, whole, resumed in by_rank:
         assert bits == by_rank[0][0]
-        assert [number for number, _ in itertools.groupby(bits)] == [4.0, 1.0, 4.0]
+        assert [number for number, _ in itertools.groupby(bits)] == expected
         d = whole[0].numel() // 2
         for x, other in zip(whole, by_rank[0][1], strict=True):
             assert torch.equal(x[:d], other[:d]), "the common vector"
