@@ -125,6 +125,16 @@ def ring_mean_nbytes(nbytes: int, size: int) -> int:
     return round(2 * (size - 1) * nbytes / size)
 
 
+def tree_children(vrank: int, size: int) -> int:
+    """How many ranks one sends to in the binomial tree by which gloo broadcasts; the root is 0."""
+    children, bit = 0, 1
+    while bit < size:
+        if vrank < bit and vrank + bit < size:
+            children += 1
+        bit <<= 1
+    return children
+
+
 def check_lengths(chunks: Sequence[Tensor], lengths: Sequence[int] | None, rank: int, size: int) -> list[int]:
     """How many entries an all_to_all receives from each rank."""
     if len(chunks) != size:

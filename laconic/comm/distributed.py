@@ -1,4 +1,5 @@
 """The verbs over torch.distributed: gloo for tensors on the CPU and for background traffic, NCCL for the rest on GPUs.
+On the CPU, messages from all to all go over wires of their own instead (`mesh.py`).
 
 The paths for GPUs are untested.
 """
@@ -17,7 +18,16 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from laconic.comm.background import BackgroundGossip
-from laconic.comm.comm import Comm, PeerError, Pending, check_buffers, check_lengths, first_line, ring_mean_nbytes
+from laconic.comm.comm import (
+    Comm,
+    PeerError,
+    Pending,
+    check_buffers,
+    check_lengths,
+    first_line,
+    ring_mean_nbytes,
+    tree_children,
+)
 from laconic.comm.finite import is_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.mesh import HAS_EPOLL, Mesh, Swap
@@ -214,7 +224,7 @@ class DistributedComm(Comm):
         place = (self.members.index(self.rank) - self.members.index(root)) % size
         return self._send(
             "broadcast",
-            _tree_children(place, size) * _nbytes(x),
+            tree_children(place, size) * _nbytes(x),
             lambda: dist.broadcast(result, src=root, group=self._group, async_op=True),
             lambda: result,
         ).wait()
@@ -341,13 +351,3 @@ def _copy(x: Tensor, out: Tensor | None) -> Tensor:
 
 def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _tree_children(vrank: int, size: int) -> int:
-    """How many ranks one sends to in the binomial tree by which gloo broadcasts; the root is 0."""
-    children, bit = 0, 1
-    while bit < size:
-        if vrank < bit and vrank + bit < size:
-            children += 1
-        bit <<= 1
-    return children

@@ -44,10 +44,10 @@ class Swap:
 
 
 class Message:
-    """What is still to pass of a head and a body, in one direction."""
+    """What is still to pass of a head and a body, in one direction. `name`: what the head says, or should."""
 
-    def __init__(self, head: bytearray, body: memoryview, swap: Swap) -> None:
-        self.head, self.swap = head, swap
+    def __init__(self, name: bytes, head: bytearray, body: memoryview, swap: Swap) -> None:
+        self.name, self.head, self.swap = name, head, swap
         self.rest, self.nbytes = [memoryview(head), body], len(head) + len(body)
 
     def move(self, move: Callable[..., int]) -> bool:
@@ -58,9 +58,10 @@ class Message:
         self.rest = [self.rest[0][of_head:], self.rest[1][moved - of_head :]]
         return self.nbytes == 0
 
-    @property
-    def has_head(self) -> bool:
-        return not self.rest[0]
+    def check(self) -> None:
+        if not self.rest[0] and self.head != self.name:
+            came, due = _HEAD.unpack(self.head), _HEAD.unpack(self.name)
+            raise WireError(f"message {came[0]} of {came[1]} bytes came for message {due[0]} of {due[1]} bytes")
 
 
 class Line:
@@ -72,14 +73,13 @@ class Line:
         self.peer, self.wire = peer, wire
         self.unsent: deque[Message] = deque()
         self.missing: deque[Message] = deque()
-        self._expected: deque[bytes] = deque()  # heads of the missing
         self._count = 0
 
     def add(self, outgoing: memoryview, incoming: memoryview, swap: Swap) -> None:
         self._count += 1
-        self.unsent.append(Message(bytearray(_HEAD.pack(self._count, len(outgoing))), outgoing, swap))
-        self.missing.append(Message(bytearray(_HEAD.size), incoming, swap))
-        self._expected.append(_HEAD.pack(self._count, len(incoming)))
+        sent, due = (_HEAD.pack(self._count, len(body)) for body in (outgoing, incoming))
+        self.unsent.append(Message(sent, bytearray(sent), outgoing, swap))
+        self.missing.append(Message(due, bytearray(_HEAD.size), incoming, swap))
 
     def send(self) -> None:
         while self.unsent and self.unsent[0].move(self.wire.send):
@@ -87,15 +87,11 @@ class Line:
 
     def receive(self) -> None:
         while self.missing:
-            message = self.missing[0]
-            is_over = message.move(self.wire.receive)
-            if message.has_head and message.head != self._expected[0]:
-                came, due = _HEAD.unpack(message.head), _HEAD.unpack(self._expected[0])
-                raise WireError(f"message {came[0]} of {came[1]} bytes came for message {due[0]} of {due[1]} bytes")
+            is_over = self.missing[0].move(self.wire.receive)
+            self.missing[0].check()
             if not is_over:
                 return
             self.missing.popleft().swap.left -= 1
-            self._expected.popleft()
 
     def events(self) -> int:
         """What it waits for now."""

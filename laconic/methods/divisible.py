@@ -6,7 +6,6 @@ abstract was at hand: docs/methods/divisible.md says what is stated and what is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -20,9 +19,9 @@ from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.common import CommonAdam
 from laconic.methods.correction import Correction
-from laconic.methods.means import Coders, GatheredMean, Mean, OwnersMean, PlainMean
+from laconic.methods.means import Coders, GatheredMean, Mean, MeanOfCodes, OwnersMean, PlainMean
 from laconic.methods.pace import Pace
-from laconic.methods.pieces import Piece, in_grains
+from laconic.methods.pieces import Piece, foreground_block, in_grains
 from laconic.methods.steering import Steering
 
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives;
@@ -128,12 +127,11 @@ class Divisible(Method):
             self._common = self._adam = CommonAdam(worker, self.x_hat)
         if moments == "corrected":
             self._correction = Correction(worker)
-        channel = comm.channel("background")
-        if self.background is None:
+        channel, code = comm.channel("background"), self._code()
+        if code is None:
             self._mean = PlainMean(channel, worker.x.numel())
         else:
             of_gradient = [GRADIENT_CODE] if self._correction is not None else []
-            code = CODES[0] if self.background == "auto" else self.background
             coders = Coders([code, *of_gradient], comm.rank, worker.x.device)
             self._mean = (GatheredMean if self._hops(comm.size) == 1 else OwnersMean)(channel, worker.x.numel(), coders)
         if self.period == "auto":
@@ -294,24 +292,23 @@ class Divisible(Method):
         # What the shortest message takes is no matter of the period, and the next foreground message takes as long.
         comm.mean(worker.x.new_zeros(1))
         times.append(comm.now())
-        transfer, code = max(0.0, (times[1] - times[0]) - (times[2] - times[1])), pace.code
+        transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
         if self._left is not None:
             columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
             pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
-        self._follow_pace(worker, mean, pace, code)
+        self._follow_pace(worker, mean, pace)
 
     def _follow_data(self, worker: Replica, mean: Mean, pace: Pace, steering: Steering) -> None:
         """Unlike data asks for a shorter period; where it is alike, the coarsest code will do."""
         if steering.data_is_unlike:
             pace.lower(max(LEAST_UNLIKE, self._journey(worker.comm.size)))
         if worker.step == LOOKED:
-            code = pace.code
             if steering.steps == 0:
                 pace.allow_all()
-            self._follow_pace(worker, mean, pace, code)
+            self._follow_pace(worker, mean, pace)
 
-    def _follow_pace(self, worker: Replica, mean: Mean, pace: Pace, code: int) -> None:
-        """With another moment or code, if that is what the period asks for. `code`: the number of that in use."""
+    def _follow_pace(self, worker: Replica, mean: Mean, pace: Pace) -> None:
+        """With other moments or another code, if that is what the period asks for."""
         has_chosen = pace.is_settled and (self.background != "auto" or worker.step >= LOOKED)
         if has_chosen and pace.period > LONGEST_COMMON and self.moments is None and self._common is not None:
             # From here on "local": own steps since the common vectors were made are moves like any others.
@@ -320,13 +317,13 @@ class Divisible(Method):
             if isinstance(mean, OwnersMean):
                 mean.residuals = []  # they are of gains
             pace.keep_to_the_largest()
-        if pace.code != code:
+        if isinstance(mean, MeanOfCodes) and mean.coders.first != self._code():
             self.drain(worker)  # with the old one
             self._recode()
 
     def _recode(self) -> None:
         code = self._code()
-        if code is not None and isinstance(self._mean, GatheredMean | OwnersMean):
+        if code is not None and isinstance(self._mean, MeanOfCodes):
             self._mean.coders = self._mean.coders.with_first(code)
 
     def _note_waiting(self, comm: Comm) -> None:
@@ -364,18 +361,3 @@ class Divisible(Method):
             self._pace.load_state_dict(pace)
             self._recode()
         super().load_state_dict(own)
-
-
-def foreground_block(step: int, d: int, ratio: int) -> slice:
-    """⌈d/ratio⌉ coordinates that follow one another, or the rest of them at the end; the same on all workers.
-
-    Each coordinate has its turn once in any ⌈d/length⌉ ≤ ratio steps, and blocks that follow one another in time are
-    far apart, so that none is only near where the background has just been.
-    """
-    length = -(-d // ratio)
-    blocks = -(-d // length)
-    stride = max(1, round(0.618 * blocks))
-    while math.gcd(stride, blocks) > 1:
-        stride += 1
-    start = step * stride % blocks * length
-    return slice(start, min(start + length, d))

@@ -63,6 +63,11 @@ class Coders:
         self._compressors = [compressor.for_rank(rank) for compressor in compressors]
         self._asked, self._rank, self._device = list(compressors), rank, device
 
+    @property
+    def first(self) -> Compressor:
+        """As it was asked for."""
+        return self._asked[0]
+
     def with_first(self, compressor: Compressor) -> Coders:
         return Coders([compressor, *self._asked[1:]], self._rank, self._device)
 
@@ -109,15 +114,22 @@ class Coders:
         return compressor.decode_part(code, numel, start, stop, step=piece.step)
 
 
-class GatheredMean:
+class MeanOfCodes(Mean):
+    def __init__(self, comm: Comm, layout: Layout, coders: Coders) -> None:
+        self.layout, self._comm = layout, comm
+        self.coders = coders  # to be changed when nothing is on its way
+
+    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
+        return self.coders.said(piece, owner, start, stop)
+
+
+class GatheredMean(MeanOfCodes):
     """Everyone's codes to everyone: n/2 times the bytes of `OwnersMean`, half the way, and nothing is coded twice."""
 
     messages = 1
 
     def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
-        self.layout = Layout(d, 1)
-        self.coders = coders  # to be changed when nothing is on its way
-        self._comm = comm
+        super().__init__(comm, Layout(d, 1), coders)
 
     def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
         piece.sent = [self.coders.encode(vectors, piece, piece.parts[0])]
@@ -130,20 +142,15 @@ class GatheredMean:
         self.coders.settle(vectors, piece, piece.parts[0], piece.wait(), [1 / n] * n, self._comm.rank)
         return True
 
-    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
-        return self.coders.said(piece, owner, start, stop)
 
-
-class OwnersMean:
+class OwnersMean(MeanOfCodes):
     """`residuals`: of each vector, what this rank as the owner of its row has not yet passed on (row)."""
 
     messages = 2
 
     def __init__(self, comm: Comm, d: int, coders: Coders) -> None:
-        self.layout = Layout(d, comm.size)
-        self.coders = coders  # to be changed when nothing is on its way
+        super().__init__(comm, Layout(d, comm.size), coders)
         self.residuals: list[Tensor] = []
-        self._comm = comm
 
     def send(self, piece: Piece, vectors: Sequence[Carried]) -> None:
         piece.sent = [self.coders.encode(vectors, piece, part) for part in piece.parts]
@@ -157,9 +164,6 @@ class OwnersMean:
         for part, message, own in zip(piece.parts, piece.wait(), piece.sent, strict=True):
             self.coders.settle(vectors, piece, part, [message, own], [1.0, 0.0], 1)
         return True
-
-    def said(self, piece: Piece, owner: int, start: int, stop: int) -> Tensor:
-        return self.coders.said(piece, owner, start, stop)
 
     def _pass_on(self, piece: Piece, vectors: Sequence[Carried], received: list[Tensor]) -> None:
         """As the owner: the code of the mean of what all have sent, to all."""

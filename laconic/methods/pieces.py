@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,21 @@ GRAIN = 2048  # entries; blocks of codes are as long, and where they begin vecto
 def in_grains(length: int) -> int:
     """Rounded up, where that adds little."""
     return -(-length // GRAIN) * GRAIN if length >= 16 * GRAIN else length
+
+
+def foreground_block(step: int, d: int, ratio: int) -> slice:
+    """⌈d/ratio⌉ coordinates that follow one another, or the rest of them at the end; the same on all workers.
+
+    Each coordinate has its turn once in any ⌈d/length⌉ ≤ ratio steps, and blocks that follow one another in time are
+    far apart, so that none is only near where the background has just been.
+    """
+    length = -(-d // ratio)
+    blocks = -(-d // length)
+    stride = max(1, round(0.618 * blocks))
+    while math.gcd(stride, blocks) > 1:
+        stride += 1
+    start = step * stride % blocks * length
+    return slice(start, min(start + length, d))
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from laconic.compress import Compressor, Log, Uniform
 from laconic.methods import divisible as divisible_module
 from laconic.methods import pace as pace_module
 from laconic.methods.correction import Correction
-from laconic.methods.divisible import foreground_block
 from laconic.methods.means import OwnersMean
 from laconic.methods.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace
-from laconic.methods.pieces import Layout, Piece, in_grains
+from laconic.methods.pieces import Layout, Piece, foreground_block, in_grains
 from tests.helpers import OPTIMIZERS, adam, build_model, rank, train, train_step
 from tests.oracles.divisible import divisible, foreground_blocks
 
