@@ -1,8 +1,10 @@
 """Which implementation runs: numba kernels in main memory, plain torch elsewhere or where numba is missing."""
 
 import functools
+import hashlib
 import importlib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 @functools.cache
 def _numba_kernels() -> Any:
     """The module `laconic.compress.kernels`, or None with a warning: this function runs once."""
+    forget_stale_kernels(Path(__file__).parents[1])
     try:
         return importlib.import_module("laconic.compress.kernels")
     except ImportError as error:
@@ -20,6 +23,25 @@ def _numba_kernels() -> Any:
             stacklevel=2,
         )
         return None
+
+
+def forget_stale_kernels(package: Path) -> None:
+    """Empty numba's cache where the source of any kernel has changed: numba looks at a kernel's own file only, and
+    would go on with what was compiled into it from others."""
+    folders = [package / "compress" / "kernels", package / "methods"]
+    sources = sorted(source for folder in folders for source in folder.glob("*.py") if "kernels" in str(source))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    note = folders[0] / "__pycache__" / "sources.sha256"
+    try:
+        if note.exists() and note.read_text() == digest:
+            return
+        for source in sources:
+            for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.nb[ic]"):
+                compiled.unlink(missing_ok=True)
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(digest)
+    except OSError:  # an installation that may not be written to, whose files change together
+        return
 
 
 def kernels_for(*tensors: torch.Tensor) -> Any:

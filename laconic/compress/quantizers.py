@@ -1,4 +1,4 @@
-"""The quantizers of Efficient-Adam (Chen, Shen, Liu, Luo, arXiv 2205.14473) and QSGD: `Sign`, `Log`, `Uniform`."""
+"""The quantizers of Efficient-Adam (Chen, Shen, Liu, Luo, arXiv 2205.14473) and QSGD, and `Ternary`."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -25,21 +25,58 @@ class Sign(Blockwise):
         return 1
 
     def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
-        # The order of the sum is part of the definition: all implementations must agree on its rounding.
-        quarters = (p.abs() * 0.25).view(p.shape[0], self.block // 64, 4, 16)
-        fours = ((quarters[:, :, 0] + quarters[:, :, 1]) + (quarters[:, :, 2] + quarters[:, :, 3])).double()
-        lanes = torch.zeros(p.shape[0], 16, dtype=torch.float64, device=p.device)
-        for row in fours.unbind(1):
-            lanes = lanes + row
-        for width in (8, 4, 2, 1):
-            lanes = lanes[:, :width] + lanes[:, width : 2 * width]
-        return (4.0 * lanes / counts).float()
+        return mean_magnitudes(p, counts)
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
         return torch.signbit(p).to(torch.uint8)
 
     def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
         return torch.where(codes == 1, -scales, scales)
+
+
+LEVEL_IN_MEANS = 3.0
+
+
+@dataclass(frozen=True)
+class Ternary(Blockwise):
+    """Levels 0 and ± three times the block's mean magnitude (± its largest, if that is less); the nearest is taken.
+
+    So most entries are 0, and what is said is said of those that stand out, in 2 bits. For error feedback: what is
+    above the level follows later. (TernGrad, Wen et al., arXiv 1705.07878, has the three levels too, by chance and
+    without feedback, and cuts off at 2.5 standard deviations.)
+    """
+
+    block: int = BLOCK
+    _kind = "TERNARY_KIND"
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    @property
+    def bits(self) -> int:
+        return 2
+
+    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        return torch.minimum(LEVEL_IN_MEANS * mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
+
+    def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
+        is_far = (p.abs() >= 0.5 * scales) & (p != 0)
+        return (1 + torch.where(torch.signbit(p), -1, 1) * is_far).to(torch.uint8)
+
+    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes.to(torch.float32) - 1) * scales
+
+
+def mean_magnitudes(p: Tensor, counts: Tensor) -> Tensor:
+    # The order of the sum is part of the definition: all implementations must agree on its rounding.
+    quarters = (p.abs() * 0.25).view(p.shape[0], p.shape[1] // 64, 4, 16)
+    fours = ((quarters[:, :, 0] + quarters[:, :, 1]) + (quarters[:, :, 2] + quarters[:, :, 3])).double()
+    lanes = torch.zeros(p.shape[0], 16, dtype=torch.float64, device=p.device)
+    for row in fours.unbind(1):
+        lanes = lanes + row
+    for width in (8, 4, 2, 1):
+        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+    return (4.0 * lanes / counts).float()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from laconic.compress.compressor import Compressor
 from laconic.compress.dense import Half, Identity
-from laconic.compress.quantizers import Log, Sign, Uniform
+from laconic.compress.quantizers import Log, Sign, Ternary, Uniform
 from laconic.compress.random_block import RandomBlock
 from laconic.compress.topk import TopK
 from laconic.names import look_up
@@ -14,6 +14,7 @@ NAMES: dict[str, type[Compressor]] = {
     "identity": Identity,
     "half": Half,
     "sign": Sign,
+    "ternary": Ternary,
     "log": Log,
     "uniform": Uniform,
     "topk": TopK,

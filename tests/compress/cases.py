@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laconic.compress import Half, Identity, Log, RandomBlock, Sign, TopK, Uniform, backend
+from laconic.compress import Half, Identity, Log, RandomBlock, Sign, Ternary, TopK, Uniform, backend
 
 DENSE = [Identity(), Half(), Half("bf16")]
-DETERMINISTIC = [Sign(), Sign(block=64), *(Log(b) for b in range(2, 7)), *(Uniform(b) for b in range(2, 9))]
+ONE_LEVEL = [Sign(), Sign(block=64), Ternary(), Ternary(block=64)]
+DETERMINISTIC = [*ONE_LEVEL, *(Log(b) for b in range(2, 7)), *(Uniform(b) for b in range(2, 9))]
 STOCHASTIC = [Uniform(4, stochastic=True), Uniform(8, stochastic=True, seed=7)]
 BLOCKWISE = [*DETERMINISTIC, *STOCHASTIC]
 SPARSE = [TopK(0.01), TopK(0.3), TopK(1.0), RandomBlock(7), RandomBlock(1024, seed=3)]

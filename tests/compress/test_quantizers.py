@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.compress import Half, Log, Sign, TopK, Uniform
+from laconic.compress import Half, Log, Sign, Ternary, TopK, Uniform
 from tests.compress.cases import DENSE, DETERMINISTIC, few, make, vectors
 
 TINY = torch.finfo(torch.float32).tiny
@@ -92,6 +92,18 @@ def test_sign_keeps_signs_and_the_mean_magnitude(x):
         mean = part.double().abs().mean()
         assert torch.allclose(code.double().abs(), mean.expand(part.shape), rtol=1e-6, atol=2 * LEAST)
     assert torch.equal(torch.signbit(decoded), torch.signbit(x))
+
+
+@few
+@given(vectors)
+def test_ternary_takes_the_nearest_of_0_and_three_mean_magnitudes(x):
+    decoded = through(Ternary(block=64), x).double()
+    for start in range(0, x.numel(), 64):
+        part, code = x[start : start + 64].double(), decoded[start : start + 64]
+        level = min(3 * part.abs().mean(), part.abs().max())
+        error, nearest = (code - part).abs(), torch.minimum(part.abs(), (part.abs() - level).abs())
+        assert (error <= nearest + level * 1e-6 + 12 * LEAST).all()
+        assert not part.any() or code.any()  # or error feedback would wait forever
 
 
 @few

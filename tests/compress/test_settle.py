@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.compress import Identity, Log, Uniform
+from laconic.compress import Identity, Log, Ternary, Uniform
 from tests.compress.cases import KINDS, SIZES, compressors, few, make, plain_torch, same_bits, vectors
 
 MODEST = [kind for kind in KINDS if kind not in ("huge", "wide")]  # their sums are finite
@@ -64,7 +64,7 @@ def test_vectors_of_other_dtypes(dtype):
     torch.testing.assert_close(new_base, base + Log(4).decode(code, 5000).to(dtype))
 
 
-@pytest.mark.parametrize("compressor", [Uniform(4), Log(3), Identity()])
+@pytest.mark.parametrize("compressor", [Uniform(4), Ternary(), Log(3), Identity()])
 def test_bad_input_is_named_and_changes_nothing(compressor):
     x, base = torch.randn(100), torch.zeros(100)
     code = compressor.encode(x)

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from laconic.compress import Half, Identity, Log, RandomBlock, Sign, TopK, Uniform, parse, spec
+from laconic.compress import Half, Identity, Log, RandomBlock, Sign, Ternary, TopK, Uniform, parse, spec
 from tests.compress.cases import ALL
 
 
@@ -15,6 +15,7 @@ from tests.compress.cases import ALL
         ("half", Half()),
         ("half:bf16", Half("bf16")),
         ("sign", Sign()),
+        ("ternary", Ternary()),
         ("log:3", Log(3)),
         ("uniform:4", Uniform(4)),
         ("uniform:8:stochastic", Uniform(8, stochastic=True)),

@@ -1,4 +1,4 @@
-"""Fused kernels of the quantizers with one scale a block: `Sign`, `Log` and `Uniform`.
+"""Fused kernels of the quantizers with one scale a block: `Sign`, `Ternary`, `Log` and `Uniform`.
 
 Pass one (`find_scales`) reads everything and writes nothing but scales, so that a nan is found before any residual
 changes; pass two (`encode`) quantizes, packs and writes the residual.
@@ -28,7 +28,16 @@ from laconic.compress.kernels.bits import (
     unpack_fields,
     unpack_sequence,
 )
-from laconic.compress.kernels.levels import LOG_KIND, SIGN_KIND, UNIFORM_KIND, add_levels, levels_of
+from laconic.compress.kernels.levels import (
+    LOG_KIND,
+    SIGN_KIND,
+    TERNARY_KIND,
+    UNIFORM_KIND,
+    add_levels,
+    levels_of,
+    uniform_level,
+)
+from laconic.compress.quantizers import LEVEL_IN_MEANS
 
 LANES = (
     16  # partial sums of a block's mean magnitude; part of the definition of `Sign`, for the sum depends on its order
@@ -39,6 +48,7 @@ MAGIC = np.float32(12582912.0)  # 1.5·2²³: adding it rounds to an integer, ha
 TINY = np.float32(2.0**-60)
 ENLARGE = np.float32(2.0**64)
 CHANCE = np.float32(2.0**-32)  # takes an int32 to ±½
+MEANS, LEAST = np.float32(LEVEL_IN_MEANS), np.float32(2.0**-149)
 
 
 @njit(nogil=True, cache=True)
@@ -80,6 +90,38 @@ def sign_block(x, r, scale, codes):
         sign = np.int32(bits_of(p) & SIGN)
         r[i] = p - float_of(np.int32(sign | level))
         codes[i] = np.uint8(np.uint32(sign) >> np.uint32(31))
+
+
+@njit(nogil=True, cache=True)
+def ternary_block(x, r, scale, codes):
+    middle = middle_of(scale)
+    for i in range(x.size):
+        p = x[i] + r[i]
+        code = ternary_code(p, middle)
+        r[i] = p - uniform_level(code, np.int32(1), np.float32(1.0), scale)
+        codes[i] = saturated(code)
+
+
+@njit(nogil=True, cache=True)
+def ternary_codes(p, scale, codes):
+    """`ternary_block` without what is left."""
+    middle = middle_of(scale)
+    for i in range(p.size):
+        codes[i] = saturated(ternary_code(p[i], middle))
+
+
+@njit(nogil=True, cache=True)
+def middle_of(scale):
+    """The bits of what is as far from 0 as from the level above; all but 0 if that is too small a number."""
+    middle = np.float32(0.5) * scale
+    return bits_of(middle if middle > LEAST else LEAST)
+
+
+@njit(nogil=True, cache=True)
+def ternary_code(p, middle):
+    pattern = bits_of(p)
+    level = np.int32(1) if and32(pattern, MAGNITUDE) >= middle else np.int32(0)
+    return add32(np.int32(1), -level if pattern < np.int32(0) else level)
 
 
 @njit(nogil=True, cache=True)
@@ -227,9 +269,20 @@ def splitmix64(value):
 
 @njit(nogil=True, cache=True)
 def block_scale(kind, x, r, count, lanes):
+    largest = MINUS_ZERO if kind == SIGN_KIND else float_of(largest_magnitude(x, r))
+    return scale_of(kind, largest, x, r, count, lanes)
+
+
+@njit(nogil=True, cache=True)
+def scale_of(kind, largest, x, r, count, lanes):
+    """Of a block with this largest magnitude, which `Sign` does not ask for."""
+    if kind > TERNARY_KIND or kind == LOG_KIND:
+        return largest
+    mean = mean_magnitude(x, r, count, lanes)
     if kind == SIGN_KIND:
-        return mean_magnitude(x, r, count, lanes)
-    return float_of(largest_magnitude(x, r))
+        return mean
+    means = MEANS * mean
+    return means if means < largest else largest
 
 
 @njit(nogil=True, cache=True)
@@ -265,6 +318,8 @@ def quantize_block(kind, bits, x, r, scale, key, uppers, codes):
         sign_block(x, r, scale, codes)
     elif kind == LOG_KIND:
         log_block(x, r, scale, bits, uppers, codes)
+    elif kind == TERNARY_KIND:
+        ternary_block(x, r, scale, codes)
     elif kind == UNIFORM_KIND:
         uniform_block(x, r, scale, bits, codes)
     else:

@@ -8,7 +8,8 @@ from numba import njit
 
 from laconic.compress.kernels.bits import SIGN, add32, and32, bits_of, float_of, shl32
 
-SIGN_KIND, LOG_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(4)
+SIGN_KIND, LOG_KIND, TERNARY_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(5)
+EVEN = TERNARY_KIND  # from here on levels are evenly spaced around 0
 
 
 @njit(nogil=True, cache=True)
@@ -66,7 +67,7 @@ def add_levels(kind, bits, codes, scale, weight, target):
 
 @njit(nogil=True, cache=True)
 def levels_of_halves(packed, scale, values):
-    """`levels_of` uniform codes of 4 bits as they are packed: half a byte for each half of the values."""
+    """`levels_of` even codes of 4 bits as they are packed: half a byte for each half of the values."""
     half = packed.size
     low, high = values[:half], values[half:]
     top, unit = np.int32(7), np.float32(1.0) / np.float32(7)
@@ -83,3 +84,30 @@ def add_levels_of_halves(packed, scale, weight, target):
     for i in range(half):
         low[i] += weight * uniform_level(packed[i] & np.uint8(15), top, unit, scale)
         high[i] += weight * uniform_level(packed[i] >> np.uint8(4), top, unit, scale)
+
+
+@njit(nogil=True, cache=True)
+def levels_of_quarters(packed, scale, values):
+    """The same with 2 bits: a quarter of a byte for each quarter of the values."""
+    n = packed.size
+    a, b, c, d = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :]
+    top, unit = np.int32(1), np.float32(1.0)
+    for i in range(n):
+        byte = packed[i]
+        a[i] = uniform_level(byte & np.uint8(3), top, unit, scale)
+        b[i] = uniform_level((byte >> np.uint8(2)) & np.uint8(3), top, unit, scale)
+        c[i] = uniform_level((byte >> np.uint8(4)) & np.uint8(3), top, unit, scale)
+        d[i] = uniform_level(byte >> np.uint8(6), top, unit, scale)
+
+
+@njit(nogil=True, cache=True)
+def add_levels_of_quarters(packed, scale, weight, target):
+    n = packed.size
+    a, b, c, d = target[:n], target[n : 2 * n], target[2 * n : 3 * n], target[3 * n :]
+    top, unit = np.int32(1), np.float32(1.0)
+    for i in range(n):
+        byte = packed[i]
+        a[i] += weight * uniform_level(byte & np.uint8(3), top, unit, scale)
+        b[i] += weight * uniform_level((byte >> np.uint8(2)) & np.uint8(3), top, unit, scale)
+        c[i] += weight * uniform_level((byte >> np.uint8(4)) & np.uint8(3), top, unit, scale)
+        d[i] += weight * uniform_level(byte >> np.uint8(6), top, unit, scale)

@@ -26,20 +26,24 @@ from laconic.compress.kernels.blockwise import (
     LANES,
     MINUS_ZERO,
     TINY,
-    mean_magnitude,
     quantize_block,
+    scale_of,
     scales_are_valid,
     splitmix64,
+    ternary_codes,
     uniform_codes,
 )
 from laconic.compress.kernels.dense import add_scaled
 from laconic.compress.kernels.levels import (
-    SIGN_KIND,
+    EVEN,
+    TERNARY_KIND,
     UNIFORM_KIND,
     add_levels,
     add_levels_of_halves,
+    add_levels_of_quarters,
     levels_of,
     levels_of_halves,
+    levels_of_quarters,
 )
 
 
@@ -82,11 +86,13 @@ def encode_block(kind, bits, p, count, largest, key, number, room, out):
     """The code of p, of which `count` entries are no padding, and which is used up; `largest`: bits of a magnitude."""
     nothing, codes, uppers, lanes = room
     stride = 4 + p.size * bits // 8
-    scale = mean_magnitude(nothing, p, count, lanes) if kind == SIGN_KIND else float_of(largest)
+    scale = scale_of(kind, float_of(largest), nothing, p, count, lanes)
     packed = out[number * stride + 4 : (number + 1) * stride]
     place = packed if packed.size == p.size else codes  # eight bits need no packing
     if kind == UNIFORM_KIND and scale >= TINY:
         uniform_codes(p, scale, bits, place)
+    elif kind == TERNARY_KIND:
+        ternary_codes(p, scale, place)
     else:
         quantize_block(kind, bits, nothing, p, scale, splitmix64(key + np.uint64(number)), uppers, place)
     store_float(out, number * stride, scale)
@@ -131,10 +137,15 @@ def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unp
         code = bytes_at(codes[row], nbytes)
         packed = code[place + 4 : place + stride]
         scale = load_float(code, place)
-        if kind >= UNIFORM_KIND and bits == 4 and count == block:
+        if kind >= EVEN and bits == 4 and count == block:
             add_levels_of_halves(packed, scale, weights[row], news)
             if row == own:
                 levels_of_halves(packed, scale, said)
+            continue
+        if kind >= EVEN and bits == 2 and count == block:
+            add_levels_of_quarters(packed, scale, weights[row], news)
+            if row == own:
+                levels_of_quarters(packed, scale, said)
             continue
         plain = unpacked
         if count < block:
