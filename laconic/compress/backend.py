@@ -29,7 +29,7 @@ def forget_stale_kernels(package: Path) -> None:
     """Empty numba's cache where the source of any kernel has changed: numba looks at a kernel's own file only, and
     would go on with what was compiled into it from others."""
     folders = [package / "compress" / "kernels", package / "methods"]
-    sources = sorted(source for folder in folders for source in folder.glob("*.py") if "kernels" in str(source))
+    sources = sorted([*folders[0].glob("*.py"), *folders[1].glob("*_kernels.py")])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     note = folders[0] / "__pycache__" / "sources.sha256"
     try:

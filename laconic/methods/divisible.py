@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic.checkpoint import with_tensors
 from laconic.comm import Comm
-from laconic.compress import Compressor, Log, Sign, Uniform
+from laconic.compress import Compressor, Log, Sign, Ternary, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.common import CommonAdam
@@ -27,9 +27,11 @@ from laconic.methods.steering import Steering
 # The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives;
 # freshness gives more where workers are seen to hold unlike data ("common").
 LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
-# Of the background, if none is asked for: the next where a link is too slow for the one before. The last one only for
-# workers that have not been seen to hold unlike data in their first steps: there it costs two points of accuracy.
-CODES = (Uniform(bits=4), Uniform(bits=3), Sign())
+# Of the background, if none is asked for: the next where a link is too slow for the one before. Where workers are seen
+# to hold unlike data, only the first two: others cost one or two points of accuracy there. The last one only after
+# some steps in which that was not seen: with one bit it cannot be.
+CODES = (Uniform(bits=4), Uniform(bits=3), Ternary(), Sign())
+FINE, SEEING = 2, 3  # so many of them
 LOOKED = 64
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
@@ -127,6 +129,11 @@ class Divisible(Method):
             self._common = self._adam = CommonAdam(worker, self.x_hat)
         if moments == "corrected":
             self._correction = Correction(worker)
+        if self.period == "auto":
+            least = LEAST_PLAIN if self.background is None else LEAST_CODED
+            codes = CODES if self.background == "auto" and self._common is not None else CODES[:1]
+            sizes = [code.nbytes(worker.x.numel()) for code in codes]
+            self._pace = Pace(comm, max(least, self._journey(comm.size)), self.max_period, sizes, SEEING)
         channel, code = comm.channel("background"), self._code()
         if code is None:
             self._mean = PlainMean(channel, worker.x.numel())
@@ -134,11 +141,6 @@ class Divisible(Method):
             of_gradient = [GRADIENT_CODE] if self._correction is not None else []
             coders = Coders([code, *of_gradient], comm.rank, worker.x.device)
             self._mean = (GatheredMean if self._hops(comm.size) == 1 else OwnersMean)(channel, worker.x.numel(), coders)
-        if self.period == "auto":
-            least = LEAST_PLAIN if self.background is None else LEAST_CODED
-            codes = CODES if self.background == "auto" and self._common is not None else CODES[:1]
-            sizes = [code.nbytes(worker.x.numel()) for code in codes]
-            self._pace = Pace(comm, max(least, self._journey(comm.size)), self.max_period, sizes)
 
     def _code(self) -> Compressor | None:
         """Of the background, now."""
@@ -299,12 +301,13 @@ class Divisible(Method):
         self._follow_pace(worker, mean, pace)
 
     def _follow_data(self, worker: Replica, mean: Mean, pace: Pace, steering: Steering) -> None:
-        """Unlike data asks for a shorter period; where it is alike, the coarsest code will do."""
+        """Unlike data asks for a shorter period and finer codes; where it is alike, the coarsest will do."""
         if steering.data_is_unlike:
             pace.lower(max(LEAST_UNLIKE, self._journey(worker.comm.size)))
-        if worker.step == LOOKED:
-            if steering.steps == 0:
-                pace.allow_all()
+            pace.allow(min(FINE, pace.allowed))
+        if worker.step == LOOKED and steering.steps == 0 and pace.allowed == SEEING:
+            pace.allow(len(CODES))
+        if steering.data_is_unlike or worker.step == LOOKED:
             self._follow_pace(worker, mean, pace)
 
     def _follow_pace(self, worker: Replica, mean: Mean, pace: Pace) -> None:
@@ -316,7 +319,7 @@ class Divisible(Method):
             self._common = None
             if isinstance(mean, OwnersMean):
                 mean.residuals = []  # they are of gains
-            pace.keep_to_the_largest()
+            pace.allow(1)
         if isinstance(mean, MeanOfCodes) and mean.coders.first != self._code():
             self.drain(worker)  # with the old one
             self._recode()

@@ -13,7 +13,7 @@ from laconic.comm import Comm
 
 FIRST = 3  # the step measuring starts in: before, things are loaded, compiled and connected
 START = 4  # the period until one is measured: a few steps may wait, where a long one would begin with workers apart
-WINDOW = 5  # steps measured at a time
+WINDOW = 3  # steps measured at a time
 ROUNDS = 3  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
 INTERVAL = 400  # steps from one window to the next, later
 MARGIN = 1.1
@@ -25,14 +25,14 @@ class Pace:
     """Takes, in some steps, the seconds a worker computed and the seconds a piece took; gives the period.
 
     `sizes`: what codes to choose from take, the largest first. A smaller one is chosen where one is too large for the
-    least period: a long period costs more than coarse codes, which say later what they have left out. The last one
-    only after `allow_all`.
+    least period: a long period costs more than coarse codes, which say later what they have left out. The first
+    `allowed` of them may be chosen, and until there are measurements the smallest is.
     """
 
-    def __init__(self, comm: Comm, least: int, most: int, sizes: Sequence[float] = (1.0,)) -> None:
+    def __init__(self, comm: Comm, least: int, most: int, sizes: Sequence[float] = (1.0,), allowed: int = 1) -> None:
         self.least, self.most = min(least, most), most
-        self.code = 0  # its number among the sizes
-        self.allowed = max(1, len(sizes) - 1)  # so many of the codes
+        self.allowed = min(allowed, len(sizes))
+        self.code = self.allowed - 1  # its number among the sizes
         self._sizes, self._asked = list(sizes), self.least
         self.period = max(self.least, min(START, most))
         self.samples: list[list[float]] = []  # [seconds of computing, seconds of a full transfer]
@@ -70,18 +70,16 @@ class Pace:
             if self.is_settled:
                 self._decide(*self.measured)
 
-    def allow_all(self) -> None:
-        """Of the codes. On all ranks in the same step."""
-        self.allowed = len(self._sizes)
+    def allow(self, codes: int) -> None:
+        """The first so many. On all ranks in the same step."""
+        if codes == self.allowed:
+            return
+        self.allowed = min(codes, len(self._sizes))
         if self.is_settled:
             self.measured[1] = self._choose(*self.measured)
             self._decide(*self.measured)
-
-    def keep_to_the_largest(self) -> None:
-        """Of the codes. On all ranks in the same step."""
-        self.measured[1] *= self._sizes[0] / self._sizes[self.code]
-        self.code, self.allowed = 0, 1
-        self._decide(*self.measured)
+        else:
+            self.code = min(self.code, self.allowed - 1)
 
     def _choose(self, computing: float, transfer: float) -> float:
         """A code, and the seconds that a transfer takes with it."""
@@ -90,6 +88,7 @@ class Pace:
         def fits(code: int, margin: float) -> bool:
             return margin * largest * self._sizes[code] <= self._asked * computing
 
+        self.code = min(self.code, self.allowed - 1)
         while self.code > 0 and fits(self.code - 1, ROOM / WORTH if self.is_settled else ROOM):
             self.code -= 1
         while self.code < self.allowed - 1 and not fits(self.code, ROOM):

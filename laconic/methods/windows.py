@@ -193,9 +193,11 @@ def _make_up_cut(vectors: Vectors, gain: Tensor, change: Tensor, apart: Tensor, 
     gain = m - m_hat * since.kept_m
     g = gain * since.spread
     v_since = v_hat * since.kept_v + g * g * since.new_v
-    root = _sqrt(torch.maximum(v, v_since) * since.unbiased) + since.eps  # with the v of then, own steps were no longer
+    larger = torch.maximum(v, v_since)
+    root = _sqrt(larger * since.unbiased) + since.eps  # with the v of then, own steps were no longer
     torch.sub(x_hat * since.decay, (m_hat * since.coast + gain * since.push) / root, out=x)
-    v.copy_(v_since)
+    # Without own steps since, v̂ may know nothing of what is left in m, which next to nothing would be a huge step.
+    v.copy_(v_since if since.spread else larger)
 
 
 def _about_root(x: Tensor) -> Tensor:

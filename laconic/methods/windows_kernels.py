@@ -269,4 +269,4 @@ def _go_ahead(x_hat, m_hat, v_hat, m, v, since):
     v_since = v_hat * since.kept_v + g * g * since.new_v
     larger = v if v > v_since else v_since
     root = np.sqrt(larger * since.unbiased) + since.eps
-    return x_hat * since.decay - (m_hat * since.coast + gain * since.push) / root, v_since
+    return x_hat * since.decay - (m_hat * since.coast + gain * since.push) / root, v_since if since.spread else larger

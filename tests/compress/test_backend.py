@@ -1,4 +1,4 @@
-"""numba is imported at first use only, and its absence is announced once."""
+"""numba is imported at first use only, and its absence is announced once; what it has compiled is of the sources as they are."""
 
 import subprocess
 import sys
@@ -34,3 +34,35 @@ def test_kernels_are_for_main_memory_and_fp32():
     assert backend.kernels_for(torch.zeros(1), torch.zeros(1, dtype=torch.uint8)) is not None
     assert backend.kernels_for(torch.zeros(1, device="meta")) is None
     assert backend.kernels_for(torch.zeros(1, dtype=torch.float64)) is None
+
+
+def package(root):
+    """One as laconic is, with what numba has compiled of it, and something that is not of any kernel."""
+    for folder in ("compress/kernels", "methods"):
+        (root / folder / "__pycache__").mkdir(parents=True)
+    sources = [root / "compress/kernels/bits.py", root / "methods/windows_kernels.py", root / "methods/common.py"]
+    for source in sources:
+        source.write_text("a = 1\n")
+    compiled = {}
+    for source in sources:
+        compiled[source.stem] = source.parent / "__pycache__" / f"{source.stem}.run-7.py311.nbi"
+        compiled[source.stem].write_bytes(b"")
+    return compiled
+
+
+def test_a_change_anywhere_makes_all_kernels_compile_again(tmp_path):
+    compiled = package(tmp_path)
+    backend.forget_stale_kernels(tmp_path)
+    assert not compiled["bits"].exists()
+    assert not compiled["windows_kernels"].exists()
+    assert compiled["common"].exists()
+
+    compiled["bits"].write_bytes(b"")
+    compiled["windows_kernels"].write_bytes(b"")
+    (tmp_path / "methods/common.py").write_text("a = 2\n")
+    backend.forget_stale_kernels(tmp_path)
+    assert compiled["bits"].exists(), "nothing has changed in any kernel"
+
+    (tmp_path / "compress/kernels/bits.py").write_text("a = 2\n")
+    backend.forget_stale_kernels(tmp_path)
+    assert not compiled["windows_kernels"].exists()

@@ -20,6 +20,7 @@ from laconic.comm import Pending, Solo
 from laconic.compress import Compressor, Log, Uniform
 from laconic.methods import divisible as divisible_module
 from laconic.methods import pace as pace_module
+from laconic.methods import steering as steering_module
 from laconic.methods.correction import Correction
 from laconic.methods.means import OwnersMean
 from laconic.methods.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace
@@ -481,20 +482,21 @@ def test_pace_warns_once_where_the_link_is_too_slow() -> None:
 
 
 def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
-    pace = Pace(Clock(), 4, 64, sizes=[100.0, 75.0, 25.0])
+    pace = Pace(Clock(), 4, 64, sizes=[100.0, 75.0, 50.0, 25.0], allowed=3)
 
     def measured(step: int, with_the_largest: float) -> int:
-        return measure(pace, step, computing=0.5, transfer=with_the_largest * [1.0, 0.75, 0.25][pace.code])
+        return measure(pace, step, computing=0.5, transfer=with_the_largest * [1.0, 0.75, 0.5, 0.25][pace.code])
 
+    assert (pace.code, pace.period) == (2, 4), "until something is known, the smallest that is allowed"
     step = measured(1, 2.0)
     assert (pace.code, pace.period) == (0, 4)
     step = measured(step, 2.5)  # twice 2.5 s are too much for 4 steps of 1 s, and twice ¾ of them are not
     assert (pace.code, pace.period) == (1, 4)
     step = measured(step, 40.0)
-    assert (pace.code, pace.period) == (1, 33), "the smallest that is allowed, and ⌈1.1 · 30 s / 1 s⌉"
+    assert (pace.code, pace.period) == (2, 22), "the smallest that is allowed, and ⌈1.1 · 20 s / 1 s⌉"
     assert pace.is_settled
-    pace.allow_all()
-    assert (pace.code, pace.period) == (2, 11), "the smallest, and ⌈1.1 · 10 s / 1 s⌉"
+    pace.allow(4)
+    assert (pace.code, pace.period) == (3, 11), "the smallest, and ⌈1.1 · 10 s / 1 s⌉"
     step = measured(step, 2.5)
     assert (pace.code, pace.period) == (2, 4), "3 bits would just do, but that is not worth the change"
     step = measured(step, 2.1)
@@ -502,24 +504,41 @@ def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
     pace.lower(3)
     assert (pace.code, pace.period) == (1, 3)
     step = measured(step, 8.0)
-    assert (pace.code, pace.period) == (2, 3)
-    pace.keep_to_the_largest()
+    assert (pace.code, pace.period) == (3, 3)
+    pace.allow(2)
+    assert (pace.code, pace.period) == (1, 7), "⌈1.1 · 6 s / 1 s⌉"
+    pace.allow(1)
     assert (pace.code, pace.period) == (0, 9)
 
 
-@pytest.mark.parametrize(("hops", "looked", "expected"), [(1, 2, [4, 1, 4]), (2, 2, [4, 1, 4]), (1, 19, [4, 3, 4])])
+def test_what_is_not_allowed_is_not_chosen_before_there_are_measurements_either() -> None:
+    pace = Pace(Clock(), 4, 64, sizes=[100.0, 75.0, 50.0], allowed=3)
+    pace.allow(2)
+    assert (pace.code, pace.period) == (1, 4)
+    measure(pace, 1, computing=0.5, transfer=30.0)
+    assert (pace.code, pace.period) == (1, 33)
+
+
+@pytest.mark.parametrize(
+    ("hops", "looked", "sure", "slow", "expected"),
+    [
+        (1, 2, 20, 20.0, [2, 4, 1, 4]),
+        (2, 2, 20, 20.0, [2, 4, 1, 4]),
+        (1, 19, 20, 20.0, [2, 4, 2, 4]),  # the period becomes too long for "common"
+        (1, 64, 9, 3.0, [2, 4, 2, 3, 4]),  # workers are seen to hold unlike data
+    ],
+)
 def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resumes_bit_for_bit(
-    hops: Any, looked: int, expected: list[int]
+    hops: Any, looked: int, sure: int, slow: float, expected: list[int]
 ) -> None:
-    """After 19 steps workers are seen to hold unlike data, so that one bit will not do."""
     steps, method = 40, laconic.Divisible(ratio=8, hops=hops)
 
     def run() -> tuple[list[float], list[Tensor], list[list[Tensor]]]:
-        pace_module.INTERVAL, divisible_module.LOOKED = 5, looked
+        pace_module.INTERVAL, divisible_module.LOOKED, steering_module.SURE = 5, looked, sure
         add = Pace.add
 
         def add_told(self: Pace, step: int, computing: float, transfer: float) -> None:
-            with_the_largest = 1.0 if step < 10 or step > 28 else 20.0
+            with_the_largest = 1.0 if step < 10 or step > 28 else slow
             add(self, step, 1.0, with_the_largest * self._sizes[self.code] / self._sizes[0])
 
         Pace.add = add_told  # type: ignore[method-assign]
@@ -543,7 +562,7 @@ def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resum
             return path, bits, states
 
         whole, bits, states = train(0, None)
-        chosen = [step for step in states if step > 15][::2]
+        chosen = [step for step in states if step < steps - 1][::2]
         assert {bits[step] for step in chosen} == set(expected)
         return bits, whole, [train(step + 1, states[step])[0] for step in chosen]
 

@@ -130,7 +130,7 @@ def common_adam(
                     _, _, v_now = adam_window(x_hat[at], m_hat[at], v_hat[at], *window, grows="plain")
                     larger = torch.maximum(v[i][at], v_now)
                     x[i][at], _, _ = adam_window(x_hat[at], m_hat[at], larger, *window, grows=None)
-                    v[i][at] = v_now
+                    v[i][at] = v_now if step > until else larger
             since[where] = since[where].clamp(min=until)
             if not is_fresh:
                 for i in range(workers):
