@@ -14,8 +14,8 @@ from laconic.comm import Comm
 FIRST = 3  # the step measuring starts in: before, things are loaded, compiled and connected
 START = 4  # the period until one is measured: a few steps may wait, where a long one would begin with workers apart
 WINDOW = 3  # steps measured at a time
-ROUNDS = 3  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
-INTERVAL = 400  # steps from one window to the next, later
+ROUNDS = 2  # windows in a row at the start: a piece's fixed costs show only when pieces have the right size
+INTERVAL = 200  # steps from one window to the next, later
 MARGIN = 1.1
 ROOM = 2.0  # the same for a code: a link that is never idle takes more from computing than finer codes give
 WORTH = 0.8  # of a period or a code: what less is worth following the measurements for

@@ -1,4 +1,4 @@
-"""numba is imported at first use only, and its absence is announced once; what it has compiled is of the sources as they are."""
+"""numba is imported at first use only, its absence is announced once, and it uses no kernel of other sources."""
 
 import subprocess
 import sys

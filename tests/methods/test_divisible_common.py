@@ -576,7 +576,7 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
 
 @pytest.mark.parametrize("settings", [{"background": None}, {"background": Log(2), "hops": 2}])
 def test_with_a_long_period_workers_change_to_local(tmp_path: Any, settings: Any) -> None:
-    """ "auto" finds a period of 20 by step 11: what has been said by then counts, and all go on from there."""
+    """ "auto" finds a period of 20 by step 8: what has been said by then counts, and all go on from there."""
     assert not common_is_chosen(laconic.Divisible(8, 9))
     assert common_is_chosen(laconic.Divisible(8, 8))
     assert common_is_chosen(laconic.Divisible(8, 9, "common"))
@@ -604,7 +604,7 @@ def test_with_a_long_period_workers_change_to_local(tmp_path: Any, settings: Any
 
     results = laconic.spawn(run, 2)
     for chosen, common_x, _ in results:
-        assert chosen == [True] * 10 + [False] * 50
+        assert chosen == [True] * 7 + [False] * 53
         assert all(torch.equal(x, y) for x, y in zip(common_x, results[0][1], strict=True))
         torch.testing.assert_close(common_x[-1], torch.full((200,), -6.0), rtol=0.4, atol=0)
 
