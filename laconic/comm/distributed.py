@@ -205,17 +205,27 @@ class DistributedComm(Comm):
         return self._all_gather("all_gather", x.contiguous()).wait()
 
     def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
-        return self._all_gather("all_gather_async", _copy(x, None))
+        return self._all_gather("all_gather_async", x)
 
     def _all_gather(self, verb: str, x: Tensor) -> Pending[list[Tensor]]:
-        results = [torch.empty_like(x) for _ in self.members]
+        together = x.new_empty(len(self.members), *x.shape)
+        results = list(together.unbind())
+        own = results[self.members.index(self.rank)].copy_(x)  # goes from here: x may change meanwhile
 
         def launch() -> Any:
             if self._goes_straight(x, _nbytes(x)):
-                return self._swap_straight(results, [x] * len(results))
-            return dist.all_gather(results, x, group=self._group, async_op=True)
+                return self._gather_straight(together)
+            return dist.all_gather(results, own.clone(), group=self._group, async_op=True)
 
         return self._send(verb, (len(self.members) - 1) * _nbytes(x), launch, lambda: results)
+
+    def _gather_straight(self, together: Tensor) -> Swap:
+        assert self._mesh is not None
+        content = bytes_of(together)
+        nbytes = len(content) // len(self.members)
+        parts = {rank: content[i * nbytes : (i + 1) * nbytes] for i, rank in enumerate(self.members)}
+        own = parts.pop(self.rank)
+        return self._mesh.swap({rank: (own, part) for rank, part in parts.items()})
 
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
         self._check_rank("root", root)

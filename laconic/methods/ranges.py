@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator
 
 
@@ -19,22 +20,37 @@ class Ranges:
     def within(self, wanted: slice) -> Iterator[tuple[slice, int]]:
         """These coordinates, cut where the number changes."""
         start = wanted.start
-        for stop, number in self.entries:
-            if start < min(stop, wanted.stop):
-                yield slice(start, min(stop, wanted.stop)), number
-                start = stop
+        for stop, number in self.entries[self._first_behind(start) :]:
+            if start >= wanted.stop:
+                return
+            end = min(stop, wanted.stop)
+            yield slice(start, end), number
+            start = end
 
     def raise_to(self, wanted: slice, least: int) -> None:
         """Give those of these coordinates that have a smaller number this one."""
-        entries: list[list[int]] = []
-        start = 0
-        for stop, number in self.entries:
-            raised = max(number, least)
-            for end, own in ((min(stop, wanted.start), number), (min(stop, wanted.stop), raised), (stop, number)):
-                if end > start:
-                    if entries and entries[-1][1] == own:
-                        entries[-1][0] = end
-                    else:
-                        entries.append([end, own])
-                    start = end
-        self.entries = entries
+        if wanted.start >= wanted.stop:
+            return
+        first, last = self._first_behind(wanted.start), self._first_behind(wanted.stop - 1)
+        before, after = self.entries[first][1], self.entries[last]
+        raised = [[part.stop, max(number, least)] for part, number in self.within(wanted)]
+        changed = [[wanted.start, before], *raised, list(after)]
+        begin, end = max(first - 1, 0), last + 2  # with their neighbours, which may have the same number now
+        joined: list[list[int]] = []
+        start = self.entries[begin - 1][0] if begin else 0
+        for stop, number in (*self.entries[begin:first], *changed, *self.entries[last + 1 : end]):
+            if stop > start:
+                if joined and joined[-1][1] == number:
+                    joined[-1][0] = stop
+                else:
+                    joined.append([stop, number])
+                start = stop
+        self.entries[begin:end] = joined
+
+    def _first_behind(self, place: int) -> int:
+        """The number of the first range that ends behind it."""
+        return bisect.bisect_right(self.entries, place, key=_end)
+
+
+def _end(entry: list[int]) -> int:
+    return entry[0]
