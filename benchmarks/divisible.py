@@ -6,9 +6,11 @@
     python benchmarks/divisible.py accuracy --task fashion --partition classes:2 --ratio 128
     python benchmarks/divisible.py accuracy --task translate --ratio 128 --steps 500 --rates 3e-3 6e-3
 
-`speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `--out` keeps the runs as runs.jsonl.
-The slow network is a comparison: `laconic compare --methods none,ddp,powersgd,divisible --task fashion --workers 4
---link 100mbit --steps 300 --target-accuracy 0.85 --out runs/divisible`.
+    python benchmarks/divisible.py slow                              (as root; with ddp 20 minutes)
+    python benchmarks/divisible.py slow --fused --ways none divisible powersgd
+
+`speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `slow` compares ways of training with four
+workers on links of 100 Mbit/s, by turns for each seed, also with torch's fused Adam. `--out` keeps runs.jsonl.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from efficient_adam_step import FusedFashion
 from torch import Tensor
 
 import laconic
@@ -33,6 +36,7 @@ from laconic.bench.run import Plan, run
 from laconic.bench.ways import Asked, MethodWay, ask
 from laconic.comm import Pending, Solo
 from laconic.comm.solo import Arrived
+from laconic.tasks.fashion import Fashion
 
 
 class Echo(Solo):
@@ -155,6 +159,21 @@ def speed(figure: Figure, workers: int, seed: int, out: Path | None) -> None:
     )
 
 
+def slow(task: tasks.Task, ways: Sequence[str], workers: int, steps: int, seeds: range, out: Path | None) -> None:
+    """Seconds a step and to 85 % on a slow network."""
+    print("| way | seed | ms a step | steps to 85 % | seconds to 85 % | accuracy | period | bits |")
+    print("|---|---|---|---|---|---|---|---|")
+    for seed, way in itertools.product(seeds, ways):
+        plan = Plan(task, workers, steps, seed, evaluations=steps // 10, link="100mbit")
+        points = keep(run(ask(way), plan), out).points
+        begin, end = points[0], points[-1]
+        ms = 1e3 * (end.seconds - begin.seconds) / (end.step - begin.step)
+        first = next((point for point in points if point.values["accuracy"] >= 0.85), None)
+        reached = f"{first.step} | {first.seconds:.1f}" if first else "– | –"
+        chosen = " | ".join(f"{end.method[name]:g}" if name in end.method else "–" for name in ("period", "bits"))
+        print(f"| {way} | {seed} | {ms:.1f} | {reached} | {end.values['accuracy']:.4f} | {chosen} |", flush=True)
+
+
 def accuracy(
     task: tasks.Task, ways: Sequence[str], workers: int, steps: int, seeds: range, rates: list[float], out: Path | None
 ) -> None:
@@ -181,7 +200,7 @@ def keep(record: Record, out: Path | None) -> Record:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["own-work", "speed", "accuracy"])
+    parser.add_argument("what", choices=["own-work", "speed", "slow", "accuracy"])
     parser.add_argument("--figure", choices=FIGURES, nargs="+", default=list(FIGURES))
     parser.add_argument("--task", default="fashion")
     parser.add_argument("--partition", default="iid")
@@ -193,7 +212,9 @@ def main() -> None:
     parser.add_argument("--ratio", type=int, default=1024)
     parser.add_argument("--period", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3])
-    parser.add_argument("--d", type=int, default=4_000_000)
+    parser.add_argument("--ways", nargs="+", default=["none", "divisible", "powersgd", "ddp"])
+    parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--d", type=int, default=25_000_000)
     parser.add_argument("--out", type=Path)
     o = parser.parse_args()
     seeds = range(o.seed, o.seed + o.seeds)
@@ -215,6 +236,8 @@ def main() -> None:
             print("|" + "---|" * (10 + len(STEPS)))
             for seed, name in itertools.product(seeds, o.figure):
                 speed(FIGURES[name], o.workers or 2, seed, o.out)
+        case "slow":
+            slow(FusedFashion() if o.fused else Fashion(), o.ways, o.workers or 4, o.steps, seeds, o.out)
         case "accuracy":
             task = tasks.find_task(o.task)(partition=o.partition, **SETTINGS.get(o.task, {}))
             divisible = f"divisible+ratio={o.ratio}+period={o.period}+moments={o.moments}"

@@ -29,10 +29,11 @@ from laconic.methods.steering import Steering
 LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
 # Of the background, if none is asked for: the next where a link is too slow for the one before. Where workers are seen
 # to hold unlike data, only the first two: others cost one or two points of accuracy there. The last one only after
-# some steps in which that was not seen: with one bit it cannot be.
+# some steps in a row in which there was no sign of that: with one bit there is none.
 CODES = (Uniform(bits=4), Uniform(bits=3), Ternary(), Sign())
 FINE, SEEING = 2, 3  # so many of them
-LOOKED = 64
+QUIET = 48
+LOOKED = 96  # steps after which it is known which codes will do
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
@@ -63,7 +64,8 @@ class Divisible(Method):
             "local".
         background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
             where the period is "auto" too and the link too slow to send that in half of 4 steps, with "common"
-            `Uniform(3)`, or after 64 steps in which workers were not seen to hold unlike data `Sign()`.
+            `Uniform(3)` or `Ternary()`, and after some steps `Sign()`; the last two only as long as workers are not
+            seen to hold unlike data.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
         hops: messages, one after the other, that a mean of codes takes: 1, all codes to everyone, who has the mean a
@@ -302,12 +304,13 @@ class Divisible(Method):
 
     def _follow_data(self, worker: Replica, mean: Mean, pace: Pace, steering: Steering) -> None:
         """Unlike data asks for a shorter period and finer codes; where it is alike, the coarsest will do."""
+        allowed = pace.allowed
         if steering.data_is_unlike:
             pace.lower(max(LEAST_UNLIKE, self._journey(worker.comm.size)))
             pace.allow(min(FINE, pace.allowed))
-        if worker.step == LOOKED and steering.steps == 0 and pace.allowed == SEEING:
+        elif steering.quiet >= QUIET and pace.allowed == SEEING:
             pace.allow(len(CODES))
-        if steering.data_is_unlike or worker.step == LOOKED:
+        if pace.allowed != allowed or worker.step == LOOKED:
             self._follow_pace(worker, mean, pace)
 
     def _follow_pace(self, worker: Replica, mean: Mean, pace: Pace) -> None:

@@ -26,7 +26,8 @@ class Steering:
         self.share = 0.0
         self.shares: list[float] = []  # that were added in the latest steps
         self.is_on = False  # once it was, `apart` is kept up everywhere
-        self.steps = 0  # in a row in which some rank has steered; all ranks know the same
+        self.steps = 0  # in a row, up to now, in which some rank has steered; all ranks know the same
+        self.quiet = 0  # in a row in which none has
         self._products = self._squares = 0.0  # of each difference with the one before, and of that one
         ascends = {id(p) for group in worker.optimizer.param_groups if group["maximize"] for p in group["params"]}
         signs = [-1 if id(p) in ascends else 1 for p in worker.parameters]
@@ -57,14 +58,15 @@ class Steering:
 
     def hear(self, shares: list[float]) -> None:
         """By how much each rank steers now."""
-        self.steps = self.steps + 1 if any(shares) else 0
+        self.steps, self.quiet = (self.steps + 1, 0) if any(shares) else (0, self.quiet + 1)
 
     def state_dict(self) -> dict[str, Any]:
         seen = {"share": self.share, "shares": self.shares, "seen": [self._products, self._squares]}
-        return seen | {"apart": self.apart, "is_on": self.is_on, "steps": self.steps}
+        return seen | {"apart": self.apart, "is_on": self.is_on, "steps": self.steps, "quiet": self.quiet}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.apart.copy_(saved["apart"])
         self.share, self.shares = saved["share"], saved["shares"]
         self.is_on, self.steps = saved["is_on"], saved["steps"]
+        self.quiet = saved.get("quiet", 0)  # checkpoints of before have none
         self._products, self._squares = saved["seen"]
