@@ -202,7 +202,7 @@ class DistributedComm(Comm):
         return self._mesh.swap({rank: (bytes_of(to), bytes_of(of)) for rank, to, of in pairs if rank != self.rank})
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        return self._all_gather("all_gather", x.contiguous()).wait()
+        return self._all_gather("all_gather", x).wait()
 
     def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
         return self._all_gather("all_gather_async", x)
@@ -210,12 +210,12 @@ class DistributedComm(Comm):
     def _all_gather(self, verb: str, x: Tensor) -> Pending[list[Tensor]]:
         together = x.new_empty(len(self.members), *x.shape)
         results = list(together.unbind())
-        own = results[self.members.index(self.rank)].copy_(x)  # goes from here: x may change meanwhile
+        own = results[self.members.index(self.rank)].copy_(x.detach())  # goes from here: x may change meanwhile
 
         def launch() -> Any:
             if self._goes_straight(x, _nbytes(x)):
                 return self._gather_straight(together)
-            return dist.all_gather(results, own.clone(), group=self._group, async_op=True)
+            return dist.all_gather(results, own, group=self._group, async_op=True)
 
         return self._send(verb, (len(self.members) - 1) * _nbytes(x), launch, lambda: results)
 

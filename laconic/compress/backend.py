@@ -26,12 +26,12 @@ def _numba_kernels() -> Any:
 
 
 def forget_stale_kernels(package: Path) -> None:
-    """Empty numba's cache where the source of any kernel has changed: numba looks at a kernel's own file only, and
-    would go on with what was compiled into it from others."""
-    folders = [package / "compress" / "kernels", package / "methods"]
-    sources = sorted([*folders[0].glob("*.py"), *folders[1].glob("*_kernels.py")])
+    """Empty numba's cache where anything that is compiled into kernels has changed: numba looks at a kernel's own file
+    only, and would go on with functions and constants of others as they were. (Its cache as it is by default; one of
+    NUMBA_CACHE_DIR is left alone.)"""
+    sources = sorted([*(package / "compress").rglob("*.py"), *(package / "methods").glob("windows*.py")])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    note = folders[0] / "__pycache__" / "sources.sha256"
+    note = package / "compress" / "kernels" / "__pycache__" / "sources.sha256"
     try:
         if note.exists() and note.read_text() == digest:
             return

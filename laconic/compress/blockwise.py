@@ -90,7 +90,7 @@ class Blockwise(Compressor):
         full, count = divmod(target.numel(), self.block)
         blocks = code[: full * self._stride].view(full, self._stride)
         rest = code[full * self._stride :]
-        scales = blocks[:, :4].contiguous().view(torch.float32)
+        scales = blocks[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)  # wherever they were
         last_scale = rest[:4].clone().view(torch.float32)
         for part in (scales, last_scale):
             if not bool((torch.isfinite(part) & ~torch.signbit(part)).all()):
@@ -145,6 +145,8 @@ class Blockwise(Compressor):
     def readable(self, codes: Sequence[Tensor], weights: Sequence[float], own: int, numel: int) -> tuple[Any, ...]:
         """What the kernel `read_block` is told of codes in main memory, after a look at them."""
         settings = _, bits, block = self._settings()
+        if wrong := [code.numel() for code in codes if code.numel() != self.nbytes(numel)]:
+            raise ValueError(f"a code of {numel} entries must have {self.nbytes(numel)} bytes, not {wrong[0]}")
         addresses, nbytes = np.array([code.data_ptr() for code in codes], np.uint64), codes[0].numel()
         bad = kernels_for().settle.find_bad_code(bits, block, addresses, nbytes, self._blocks(numel))
         if bad >= 0:

@@ -31,9 +31,9 @@ LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
 # to hold unlike data, only the first two: others cost one or two points of accuracy there. The last one only after
 # some steps in a row in which there was no sign of that: with one bit there is none.
 CODES = (Uniform(bits=4), Uniform(bits=3), Ternary(), Sign())
-FINE, SEEING = 2, 3  # so many of them
+FINE, SEEING = 2, 3  # so many of them do for unlike data; with so many it is seen
 QUIET = 48
-LOOKED = 96  # steps after which it is known which codes will do
+LOOKED = 192  # steps after which no better code is waited for
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
@@ -64,8 +64,8 @@ class Divisible(Method):
             "local".
         background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
             where the period is "auto" too and the link too slow to send that in half of 4 steps, with "common"
-            `Uniform(3)` or `Ternary()`, and after some steps `Sign()`; the last two only as long as workers are not
-            seen to hold unlike data.
+            `Uniform(3)` or `Ternary()`, with which workers begin, and after some steps `Sign()`; the last two only as
+            long as workers are not seen to hold unlike data.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
         hops: messages, one after the other, that a mean of codes takes: 1, all codes to everyone, who has the mean a
@@ -315,7 +315,7 @@ class Divisible(Method):
 
     def _follow_pace(self, worker: Replica, mean: Mean, pace: Pace) -> None:
         """With other moments or another code, if that is what the period asks for."""
-        has_chosen = pace.is_settled and (self.background != "auto" or worker.step >= LOOKED)
+        has_chosen = pace.is_settled and (pace.allowed != SEEING or worker.step >= LOOKED)
         if has_chosen and pace.period > LONGEST_COMMON and self.moments is None and self._common is not None:
             # From here on "local": own steps since the common vectors were made are moves like any others.
             self.drain(worker)

@@ -75,6 +75,7 @@ class Pace:
         if codes == self.allowed:
             return
         self.allowed = min(codes, len(self._sizes))
+        self.samples = []  # they are of the code before
         if self.is_settled:
             self.measured[1] = self._choose(*self.measured)
             self._decide(*self.measured)

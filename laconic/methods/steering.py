@@ -67,6 +67,5 @@ class Steering:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.apart.copy_(saved["apart"])
         self.share, self.shares = saved["share"], saved["shares"]
-        self.is_on, self.steps = saved["is_on"], saved["steps"]
-        self.quiet = saved.get("quiet", 0)  # checkpoints of before have none
+        self.is_on, self.steps, self.quiet = saved["is_on"], saved["steps"], saved["quiet"]
         self._products, self._squares = saved["seen"]

@@ -63,6 +63,8 @@ def test_a_change_anywhere_makes_all_kernels_compile_again(tmp_path):
     backend.forget_stale_kernels(tmp_path)
     assert compiled["bits"].exists(), "nothing has changed in any kernel"
 
-    (tmp_path / "compress/kernels/bits.py").write_text("a = 2\n")
-    backend.forget_stale_kernels(tmp_path)
-    assert not compiled["windows_kernels"].exists()
+    for changed in ("compress/kernels/bits.py", "compress/quantizers.py", "methods/windows.py"):
+        compiled["windows_kernels"].write_bytes(b"")
+        (tmp_path / changed).write_text("a = 2\n")
+        backend.forget_stale_kernels(tmp_path)
+        assert not compiled["windows_kernels"].exists()

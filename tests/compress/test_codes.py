@@ -1,5 +1,7 @@
 """What holds for every compressor: sizes, both implementations, buffers, dtypes, and what is refused."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -65,8 +67,14 @@ def test_other_dtypes_are_coded_as_their_fp32_values(compressor, dtype):
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
-def test_buffers_may_lie_at_any_address(compressor, offset):
-    n = 4099
+@pytest.mark.parametrize("n", [2050, 4099])
+@pytest.mark.parametrize("plain", [False, True])
+def test_buffers_may_lie_at_any_address(compressor, offset, n, plain):
+    with plain_torch() if plain else contextlib.nullcontext():
+        check_buffers_at(compressor, offset, n)
+
+
+def check_buffers_at(compressor, offset, n):
     x, residual = make("normal", n, 2), make("normal", n, 3)
     expected, other = compressor.encode(x), residual.clone()
     storage = torch.zeros(compressor.nbytes(n) + 8, dtype=torch.uint8)

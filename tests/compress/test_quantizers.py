@@ -103,7 +103,7 @@ def test_ternary_takes_the_nearest_of_0_and_three_mean_magnitudes(x):
         level = min(3 * part.abs().mean(), part.abs().max())
         error, nearest = (code - part).abs(), torch.minimum(part.abs(), (part.abs() - level).abs())
         assert (error <= nearest + level * 1e-6 + 12 * LEAST).all()
-        assert not part.any() or code.any()  # or error feedback would wait forever
+        assert part.abs().max() < 12 * LEAST or code.any()  # or error feedback would wait forever
 
 
 @few

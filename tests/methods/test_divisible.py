@@ -515,8 +515,12 @@ def test_what_is_not_allowed_is_not_chosen_before_there_are_measurements_either(
     pace = Pace(Clock(), 4, 64, sizes=[100.0, 75.0, 50.0], allowed=3)
     pace.allow(2)
     assert (pace.code, pace.period) == (1, 4)
-    measure(pace, 1, computing=0.5, transfer=30.0)
+    step = measure(pace, 1, computing=0.5, transfer=30.0)
     assert (pace.code, pace.period) == (1, 33)
+    pace.add(step, 0.5, 30.0)
+    pace.allow(1)
+    measure(pace, step + 1, computing=0.5, transfer=40.0)
+    assert (pace.code, pace.period) == (0, 44), "what was measured with the code before does not count"
 
 
 @pytest.mark.parametrize(

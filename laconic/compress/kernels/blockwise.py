@@ -39,9 +39,8 @@ from laconic.compress.kernels.levels import (
 )
 from laconic.compress.quantizers import LEVEL_IN_MEANS
 
-LANES = (
-    16  # partial sums of a block's mean magnitude; part of the definition of `Sign`, for the sum depends on its order
-)
+# Partial sums of a block's mean magnitude; of the definition of `Sign` and `Ternary`, for a sum depends on its order.
+LANES = 16
 EXPONENT = np.int32(-0x800000)  # sign and exponent
 MINUS_ZERO = np.float32(-0.0)  # x + -0.0 is x, also for x = -0.0
 MAGIC = np.float32(12582912.0)  # 1.5·2²³: adding it rounds to an integer, half to even, and leaves it in the low bits
@@ -276,7 +275,7 @@ def block_scale(kind, x, r, count, lanes):
 @njit(nogil=True, cache=True)
 def scale_of(kind, largest, x, r, count, lanes):
     """Of a block with this largest magnitude, which `Sign` does not ask for."""
-    if kind > TERNARY_KIND or kind == LOG_KIND:
+    if kind not in (SIGN_KIND, TERNARY_KIND):
         return largest
     mean = mean_magnitude(x, r, count, lanes)
     if kind == SIGN_KIND:
