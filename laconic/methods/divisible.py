@@ -32,7 +32,7 @@ LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
 # some steps in a row in which there was no sign of that: with one bit there is none.
 CODES = (Uniform(bits=4), Uniform(bits=3), Ternary(), Sign())
 FINE, SEEING = 2, 3  # so many of them do for unlike data; with so many it is seen
-QUIET = 48
+QUIET = 96
 LOOKED = 192  # steps after which no better code is waited for
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
