@@ -97,3 +97,9 @@ def test_a_bad_scale_changes_nothing():
         Uniform(4).settle([code, bad], [0.5, 0.5], 0, x, base)
     assert torch.equal(x, before)
     assert not base.any()
+
+
+def test_codes_of_another_length_are_not_given_to_kernels():
+    code = Log(2).encode(torch.ones(3000))
+    with pytest.raises(ValueError, match="a code of 3000 entries must have 1508 bytes, not 758"):
+        Uniform(4).readable([code], [1.0], 0, 3000)
