@@ -66,12 +66,11 @@ def test_other_dtypes_are_coded_as_their_fp32_values(compressor, dtype):
 
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)
-@pytest.mark.parametrize("offset", [0, 1, 2, 3])
-@pytest.mark.parametrize("n", [2050, 4099])
-@pytest.mark.parametrize("plain", [False, True])
-def test_buffers_may_lie_at_any_address(compressor, offset, n, plain):
+@pytest.mark.parametrize(("offset", "plain"), [(0, False), (1, False), (2, False), (3, False), (1, True)])
+def test_buffers_may_lie_at_any_address(compressor, offset, plain):
     with plain_torch() if plain else contextlib.nullcontext():
-        check_buffers_at(compressor, offset, n)
+        for n in (2050, 4099):
+            check_buffers_at(compressor, offset, n)
 
 
 def check_buffers_at(compressor, offset, n):
