@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import os
 import pickle
@@ -25,6 +26,7 @@ from laconic.comm import PeerError
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "laconic"]
 # When one worker fails, the others fail because of it. The first report may be theirs: seconds to wait for the cause.
 PATIENCE = 1.0
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers for mallopt
 
 
 class Host(Protocol):
@@ -149,6 +151,7 @@ def _run(pipe: Connection, host: Host | None, environment: dict[str, str], job: 
     launcher.start()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    _keep_freed_memory()
     try:
         fn, args = pickle.loads(job)
         report = ("result", cloudpickle.dumps(fn(*args)))
@@ -157,6 +160,15 @@ def _run(pipe: Connection, host: Host | None, environment: dict[str, str], job: 
     done.set()
     pipe.send(report)
     launcher.join()  # rank 0 may hold the store that others still need
+
+
+def _keep_freed_memory() -> None:
+    """For the next step, which needs as much again. glibc may give it back to the kernel in each step or in none, as
+    chance has it; to get it anew, cleared, is up to a quarter of a small model's step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _watch_launcher(pipe: Connection, done: threading.Event) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +26,22 @@ def test_results_by_rank_and_arguments() -> None:
 
 def test_one_thread_each() -> None:
     assert laconic.spawn(torch.get_num_threads, 2) == [1, 1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left as they are")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    def faults_of_a_step() -> float:
+        lasting = []
+        for step in range(30):
+            if step == 10:
+                begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            passing = [torch.ones(1 << 20) for _ in range(8)]  # 1024 pages each
+            if step < 3:
+                lasting.append(torch.ones(100_000))
+            del passing
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin) / 20
+
+    assert laconic.spawn(faults_of_a_step, 1)[0] < 100
 
 
 def test_big_results() -> None:
