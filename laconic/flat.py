@@ -103,13 +103,18 @@ class FlatParameters:
             if name not in self._moments:
                 vector = torch.zeros_like(self.x)
                 self._moments[name] = vector, self.views(vector)
-            for parameter, view in zip(self.parameters, self._moments[name][1], strict=True):
-                value = self._state(parameter).get(name)
+        views = [self._moments[name][1] for name in names]
+        for parameter, *own in zip(self.parameters, *views, strict=True):
+            state = self._state(parameter)
+            for name, view in zip(names, own, strict=True):
+                value = state.get(name)
+                if value is view:  # as it is from the second step on
+                    continue
                 if not _is_moment(value, parameter):
                     view.zero_()
                 elif value.data_ptr() != view.data_ptr():
                     view.copy_(value)
-                    self._state(parameter)[name] = view
+                    state[name] = view
         return {name: self._moments[name][0] for name in names}
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:

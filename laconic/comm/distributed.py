@@ -41,6 +41,7 @@ from laconic.topology import Topology
 T = TypeVar("T")
 
 SMALL_NBYTES = 2**16
+SLICE_TIME = timedelta(seconds=SLICE)
 
 
 class DistributedComm(Comm):
@@ -311,24 +312,23 @@ class DistributedComm(Comm):
         self, verb: str, work: dist.Work | Swap | Delivery, needed: dict[int, str] | None, number: int, doing: str = ""
     ) -> None:
         """Wait in slices, and between them look whether waiting makes sense. `needed`: by default all take part."""
-        needed = needed or dict.fromkeys(self.members, self._course)
-        doing = f"{doing or verb} at step {self.meter.step}"
         start = time.monotonic()
         try:
             while True:
                 # An error of a wait that began before the end may be its time-out, with the end just after it.
                 had_ended = work.is_completed()
                 try:
-                    work.wait(timedelta(seconds=SLICE))
+                    work.wait(SLICE_TIME)
                     return
                 except (RuntimeError, TimeoutError) as error:
+                    at = f"{doing or verb} at step {self.meter.step}"
                     if had_ended:
-                        raise self._register.roll_call(doing, first_line(error)) from error
+                        raise self._register.roll_call(at, first_line(error)) from error
                     if work.is_completed():
                         continue
                     if time.monotonic() - start > self._register.timeout:
-                        raise self._register.roll_call(doing, f"waited {self._register.timeout:g} s") from error
-                    self._register.look_around(doing, needed, number)
+                        raise self._register.roll_call(at, f"waited {self._register.timeout:g} s") from error
+                    self._register.look_around(at, needed or dict.fromkeys(self.members, self._course), number)
         finally:
             self.meter.add(self._name, verb, seconds=time.monotonic() - start)
 

@@ -46,7 +46,7 @@ class Swap:
 class Message:
     """What is still to pass of a head and a body, in one direction. `name`: what the head says, or should."""
 
-    def __init__(self, name: bytes, head: bytearray, body: memoryview, swap: Swap) -> None:
+    def __init__(self, name: bytes, head: bytes | bytearray, body: memoryview, swap: Swap) -> None:
         self.name, self.head, self.swap = name, head, swap
         self.rest, self.nbytes = [memoryview(head), body], len(head) + len(body)
 
@@ -54,12 +54,14 @@ class Message:
         """Whether all of it has passed."""
         moved = move(*self.rest)
         self.nbytes -= moved
+        if self.nbytes == 0:
+            return True
         of_head = min(moved, len(self.rest[0]))
         self.rest = [self.rest[0][of_head:], self.rest[1][moved - of_head :]]
-        return self.nbytes == 0
+        return False
 
     def check(self) -> None:
-        if not self.rest[0] and self.head != self.name:
+        if self.head != self.name and (self.nbytes == 0 or not self.rest[0]):
             came, due = _HEAD.unpack(self.head), _HEAD.unpack(self.name)
             raise WireError(f"message {came[0]} of {came[1]} bytes came for message {due[0]} of {due[1]} bytes")
 
@@ -77,8 +79,8 @@ class Line:
 
     def add(self, outgoing: memoryview, incoming: memoryview, swap: Swap) -> None:
         self._count += 1
-        sent, due = (_HEAD.pack(self._count, len(body)) for body in (outgoing, incoming))
-        self.unsent.append(Message(sent, bytearray(sent), outgoing, swap))
+        sent, due = _HEAD.pack(self._count, len(outgoing)), _HEAD.pack(self._count, len(incoming))
+        self.unsent.append(Message(sent, sent, outgoing, swap))
         self.missing.append(Message(due, bytearray(_HEAD.size), incoming, swap))
 
     def send(self) -> None:

@@ -58,11 +58,13 @@ class Meter:
     def add(self, channel: str, verb: str, *, calls: int = 0, nbytes: int = 0, seconds: float = 0.0) -> None:
         with self._lock:
             for counts in (self.total, self.last_step):
-                tally = counts.tallies.setdefault((channel, verb), Tally())
+                tally = counts.tallies.get((channel, verb))
+                if tally is None:
+                    tally = counts.tallies[channel, verb] = Tally()
                 tally.calls += calls
                 tally.nbytes += nbytes
                 tally.seconds += seconds
-                if threading.get_ident() == self._training_thread:
+                if seconds and threading.get_ident() == self._training_thread:
                     counts.waited += seconds
 
     def add_method(self, seconds: float) -> None:

@@ -58,7 +58,8 @@ class CommonAdam(Carried):
         self.steps: list[list[Step]] = []  # the latest, for each parameter group
         self.count = 0  # the optimizer's steps before the worker's first
         self._worker, self._x_hat, self._started = worker, x_hat, False
-        self._vectors: Vectors | None = None  # of this step, as the kernels take them if there are any
+        self._vectors: Vectors | None = None  # as the kernels take them, if there are any
+        self._is_fresh = False  # in this step the optimizer was seen to work in them
         number = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
         self._groups = Ranges([[d, 0]])
         start = 0
@@ -98,7 +99,7 @@ class CommonAdam(Carried):
                 moments[name].copy_(self._worker.comm.mean(moments[name], out=common))
 
     def after_step(self) -> None:
-        self._vectors = None
+        self._is_fresh = False
         self._windows.clear()
         groups = self._worker.optimizer.param_groups
         self.steps.append([Step(float(group["lr"]), *map(float, group["betas"])) for group in groups])
@@ -173,7 +174,7 @@ class CommonAdam(Carried):
 
         def finish() -> None:
             told = pending.wait()
-            self._check_settings([one[nbytes:].cpu().numpy().view(np.float64).tolist() for one in told])
+            self._check_settings(torch.stack([one[nbytes:] for one in told]).view(torch.float64).tolist())
             shares = [1 / comm.size] * comm.size
             codes = Codes(compressor, [one[:nbytes] for one in told], shares, comm.rank, step)
             self._settle(piece, block, codes, cuts, steers, watches=False)
@@ -230,10 +231,13 @@ class CommonAdam(Carried):
         return cuts
 
     def _own(self) -> Vectors:
-        if self._vectors is None:
-            moments, common = self._worker.moments(), (self._x_hat, self.m_hat, self.v_hat)
-            vectors = Vectors(*common, self._worker.x, moments[M], moments[V], self.steering.apart)
-            self._vectors = vectors if self._kernels is None else self._kernels.arrays_of(vectors)
+        if not self._is_fresh or self._vectors is None:
+            moments = self._worker.moments()
+            self._is_fresh = True
+            if self._vectors is None:  # then for good: all of these are changed in place
+                common, own = (self._x_hat, self.m_hat, self.v_hat), (self._worker.x, moments[M], moments[V])
+                vectors = Vectors(*common, *own, self.steering.apart)
+                self._vectors = vectors if self._kernels is None else self._kernels.arrays_of(vectors)
         return self._vectors
 
     def _window(self, number: int, start: int, stop: int) -> Window:
