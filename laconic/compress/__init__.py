@@ -5,6 +5,7 @@ from laconic.compress.dense import Half as Half
 from laconic.compress.dense import Identity as Identity
 from laconic.compress.feedback import encode_with_feedback as encode_with_feedback
 from laconic.compress.quantizers import Log as Log
+from laconic.compress.quantizers import Pick as Pick
 from laconic.compress.quantizers import Sign as Sign
 from laconic.compress.quantizers import Ternary as Ternary
 from laconic.compress.quantizers import Uniform as Uniform

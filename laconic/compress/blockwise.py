@@ -42,7 +42,7 @@ class Blockwise(Compressor):
 
     @abstractmethod
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        """Codes, in uint8, of the shape of p."""
+        """Codes, in uint8, of the shape of p (or as `_pack` takes them)."""
 
     @abstractmethod
     def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -51,9 +51,21 @@ class Blockwise(Compressor):
     def _key(self, step: int) -> int:
         return 0
 
+    def _pack(self, codes: Tensor, count: int) -> Tensor:
+        """The codes (blocks, …) of blocks that have `count` entries each, as bytes (blocks, nbytes)."""
+        if count == self.block:
+            return packing.pack_fields(codes, self.bits)
+        return packing.pack_sequence(codes[0, :count], self.bits)[None]
+
+    def _unpack(self, packed: Tensor, count: int) -> Tensor:
+        """The inverse; of one block, if it is not full."""
+        if count == self.block:
+            return packing.unpack_fields(packed, self.bits)
+        return packing.unpack_sequence(packed[0], self.bits, count).to(torch.uint8)[None]
+
     @property
     def _stride(self) -> int:
-        return 4 + self.block * self.bits // 8
+        return self.nbytes(self.block)
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
@@ -76,11 +88,11 @@ class Blockwise(Compressor):
         codes = self._quantize(p, scales, self._key(step))
         blocks = out[: full * self._stride].view(full, self._stride)
         blocks[:, :4] = scales[:full].view(torch.uint8)
-        blocks[:, 4:] = packing.pack_fields(codes[:full], self.bits)
+        blocks[:, 4:] = self._pack(codes[:full], self.block)
         if count:
             rest = out[full * self._stride :]
             rest[:4] = scales[-1].view(torch.uint8)
-            rest[4:] = packing.pack_sequence(codes[-1, :count], self.bits)
+            rest[4:] = self._pack(codes[-1:], count)[0]
 
     def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
         kernels = kernels_for(code, target)
@@ -95,11 +107,9 @@ class Blockwise(Compressor):
         for part in (scales, last_scale):
             if not bool((torch.isfinite(part) & ~torch.signbit(part)).all()):
                 raise self._bad_scale(code)
-        codes = packing.unpack_fields(blocks[:, 4:], self.bits)
-        target[: full * self.block] = self._levels(codes, scales).flatten()
+        target[: full * self.block] = self._levels(self._unpack(blocks[:, 4:], self.block), scales).flatten()
         if count:
-            codes = packing.unpack_sequence(rest[4:], self.bits, count).to(torch.uint8)
-            target[full * self.block :] = self._levels(codes, last_scale)
+            target[full * self.block :] = self._levels(self._unpack(rest[None, 4:], count), last_scale)[0, :count]
 
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
         kernels = kernels_for(code, target)
@@ -144,11 +154,11 @@ class Blockwise(Compressor):
 
     def readable(self, codes: Sequence[Tensor], weights: Sequence[float], own: int, numel: int) -> tuple[Any, ...]:
         """What the kernel `read_block` is told of codes in main memory, after a look at them."""
-        settings = _, bits, block = self._settings()
+        settings = self._settings()
         if wrong := [code.numel() for code in codes if code.numel() != self.nbytes(numel)]:
             raise ValueError(f"a code of {numel} entries must have {self.nbytes(numel)} bytes, not {wrong[0]}")
         addresses, nbytes = np.array([code.data_ptr() for code in codes], np.uint64), codes[0].numel()
-        bad = kernels_for().settle.find_bad_code(bits, block, addresses, nbytes, self._blocks(numel))
+        bad = kernels_for().settle.find_bad_code(*settings, addresses, nbytes, self._blocks(numel))
         if bad >= 0:
             raise self._bad_scale(codes[bad])
         return *settings, addresses, nbytes, np.array(weights, np.float32), own
@@ -169,12 +179,12 @@ class Blockwise(Compressor):
         kernels.encode(kind, bits, block, *vectors, scales, key, out.numpy())
 
     def _decode_by_kernel(self, kernels: Any, code: Tensor, target: Tensor, factor: float | None) -> None:
-        kind, *form = self._settings()
-        if not kernels.scales_are_valid(*form, code.numpy(), self._blocks(target.numel())):
+        settings = self._settings()
+        if not kernels.scales_are_valid(*settings, code.numpy(), self._blocks(target.numel())):
             raise self._bad_scale(code)
         accumulate = factor is not None
         factor32 = np.float32(1.0 if factor is None else factor)
-        kernels.decode(kind, *form, code.numpy(), target.numpy(), accumulate, factor32)
+        kernels.decode(*settings, code.numpy(), target.numpy(), accumulate, factor32)
 
     def _bad_scale(self, code: Tensor) -> ValueError:
         for block, start in enumerate(range(0, code.numel(), self._stride)):

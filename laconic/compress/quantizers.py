@@ -1,4 +1,4 @@
-"""The quantizers of Efficient-Adam (Chen, Shen, Liu, Luo, arXiv 2205.14473) and QSGD, and `Ternary`."""
+"""The quantizers of Efficient-Adam (Chen, Shen, Liu, Luo, arXiv 2205.14473) and QSGD; `Ternary` and `Pick`."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -65,6 +65,70 @@ class Ternary(Blockwise):
 
     def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
         return (codes.to(torch.float32) - 1) * scales
+
+
+GROUP = 7  # entries, of which with a minus or without each, or none, is one of 15
+
+
+@dataclass(frozen=True)
+class Pick(Blockwise):
+    """Of each seven entries one, in 4 bits: the largest, as a level of `Ternary`, if it is not nearest to 0.
+
+    Entries of a group are a seventh of a block apart from each other. For error feedback: what was second follows
+    later. That is nearly as good as `Ternary`, where what stands out is rare, in 0.6 bits an entry.
+    """
+
+    block: int = BLOCK
+    _kind = "PICK_KIND"
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    @property
+    def bits(self) -> int:
+        """Of a group."""
+        return 4
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.block // GROUP)
+
+    def nbytes(self, numel: int) -> int:
+        full, rest = divmod(numel, self.block)
+        return full * (4 + (self._groups + 1) // 2) + bool(rest) * 4 + (min(self._groups, rest) + 1) // 2
+
+    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        return torch.minimum(LEVEL_IN_MEANS * mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
+
+    def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
+        most, code = torch.zeros(2, p.shape[0], self._groups, dtype=torch.float32, device=p.device)
+        for number, row in enumerate(self._rows(p), start=1):
+            signed = torch.where(torch.signbit(row), number + GROUP, number)
+            is_larger = row.abs() > most[:, : row.shape[1]]
+            code[:, : row.shape[1]] = torch.where(is_larger, signed, code[:, : row.shape[1]])
+            most[:, : row.shape[1]] = torch.maximum(row.abs(), most[:, : row.shape[1]])
+        return torch.where(most >= 0.5 * scales, code, 0).to(torch.uint8)
+
+    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
+        levels = torch.zeros(codes.shape[0], self.block, dtype=torch.float32, device=codes.device)
+        for number, row in enumerate(self._rows(levels), start=1):
+            told = codes[:, : row.shape[1]]
+            row[:, : told.shape[1]] = ((told == number).float() - (told == number + GROUP).float()) * scales
+        return levels
+
+    def _rows(self, p: Tensor) -> tuple[Tensor, ...]:
+        """Of blocks (blocks, block), as views. A column is a group."""
+        return p.split(self._groups, dim=1)
+
+    def _pack(self, codes: Tensor, count: int) -> Tensor:
+        groups = min(self._groups, count)
+        low, high = codes[:, : (groups + 1) // 2], codes[:, (groups + 1) // 2 : groups]
+        packed = low.clone()
+        packed[:, : high.shape[1]] |= high << 4
+        return packed
+
+    def _unpack(self, packed: Tensor, count: int) -> Tensor:
+        return torch.cat([packed & 15, packed >> 4], dim=1)[:, : min(self._groups, count)]
 
 
 def mean_magnitudes(p: Tensor, counts: Tensor) -> Tensor:

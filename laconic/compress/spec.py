@@ -5,7 +5,7 @@ from typing import Any
 
 from laconic.compress.compressor import Compressor
 from laconic.compress.dense import Half, Identity
-from laconic.compress.quantizers import Log, Sign, Ternary, Uniform
+from laconic.compress.quantizers import Log, Pick, Sign, Ternary, Uniform
 from laconic.compress.random_block import RandomBlock
 from laconic.compress.topk import TopK
 from laconic.names import look_up
@@ -15,6 +15,7 @@ NAMES: dict[str, type[Compressor]] = {
     "half": Half,
     "sign": Sign,
     "ternary": Ternary,
+    "pick": Pick,
     "log": Log,
     "uniform": Uniform,
     "topk": TopK,

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laconic.compress import Half, Identity, Log, RandomBlock, Sign, Ternary, TopK, Uniform, backend
+from laconic.compress import Half, Identity, Log, Pick, RandomBlock, Sign, Ternary, TopK, Uniform, backend
 
 DENSE = [Identity(), Half(), Half("bf16")]
-ONE_LEVEL = [Sign(), Sign(block=64), Ternary(), Ternary(block=64)]
+ONE_LEVEL = [Sign(), Sign(block=64), Ternary(), Ternary(block=64), Pick(), Pick(block=64)]
 DETERMINISTIC = [*ONE_LEVEL, *(Log(b) for b in range(2, 7)), *(Uniform(b) for b in range(2, 9))]
 STOCHASTIC = [Uniform(4, stochastic=True), Uniform(8, stochastic=True, seed=7)]
 BLOCKWISE = [*DETERMINISTIC, *STOCHASTIC]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.compress import Compressor, Identity, Log, RandomBlock, Sign, TopK, Uniform, encode_with_feedback
+from laconic.compress import Compressor, Identity, Log, Pick, RandomBlock, Sign, TopK, Uniform, encode_with_feedback
 from tests.compress.cases import (
     ALL,
     BLOCKWISE,
@@ -101,7 +101,7 @@ def test_the_code_of_whole_blocks_is_a_slice_of_the_code(compressor, first, coun
     assert same_bits(compressor.encode(part), compressor.encode(x)[a:b].clone())
 
 
-@pytest.mark.parametrize("compressor", BLOCKWISE, ids=str)
+@pytest.mark.parametrize("compressor", [c for c in BLOCKWISE if not isinstance(c, Pick)], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 7, 2048, 2049, 10**6])
 def test_size_of_quantized_codes(compressor, numel):
     blocks = -(-numel // compressor.block)
@@ -111,6 +111,8 @@ def test_size_of_quantized_codes(compressor, numel):
 def test_size_of_the_others():
     assert [Identity().nbytes(9), *(c.nbytes(9) for c in DENSE[1:])] == [36, 18, 18]
     assert RandomBlock(7).nbytes(20) == 4 * 3
+    assert [Pick().nbytes(numel) for numel in (0, 1, 7, 2048, 2049)] == [0, 5, 8, 151, 156]
+    assert 8 * Pick().nbytes(2048 * 1000) / (2048 * 1000) < 0.6
     index_bits = (TopK(0.01).nbytes(10**6) - 4 * 10**4) * 8 / 10**4
     assert index_bits < 8.6
 

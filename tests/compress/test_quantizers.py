@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.compress import Half, Log, Sign, Ternary, TopK, Uniform
+from laconic.compress import Half, Log, Pick, Sign, Ternary, TopK, Uniform
 from tests.compress.cases import DENSE, DETERMINISTIC, few, make, vectors
 
 TINY = torch.finfo(torch.float32).tiny
@@ -104,6 +104,19 @@ def test_ternary_takes_the_nearest_of_0_and_three_mean_magnitudes(x):
         error, nearest = (code - part).abs(), torch.minimum(part.abs(), (part.abs() - level).abs())
         assert (error <= nearest + level * 1e-6 + 12 * LEAST).all()
         assert part.abs().max() < 12 * LEAST or code.any()  # or error feedback would wait forever
+
+
+@few
+@given(vectors)
+def test_pick_tells_the_largest_of_each_seven(x):
+    ternary, decoded = through(Ternary(block=64), x), through(Pick(block=64), x)
+    for start in range(0, x.numel(), 64):
+        part, full, picked = (vector[start : start + 64] for vector in (x, ternary, decoded))
+        for first in range(min(10, part.numel())):  # 64 entries are ten groups
+            group, told = part[first::10].abs(), picked[first::10] != 0
+            assert int(told.sum()) == int(bool(full[first::10].any()))
+            assert (group[told] == group.max()).all()
+        assert torch.equal(picked, picked.where(picked == 0, full))  # a level of ternary, or none
 
 
 @few

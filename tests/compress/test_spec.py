@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from laconic.compress import Half, Identity, Log, RandomBlock, Sign, Ternary, TopK, Uniform, parse, spec
+from laconic.compress import Half, Identity, Log, Pick, RandomBlock, Sign, Ternary, TopK, Uniform, parse, spec
 from tests.compress.cases import ALL
 
 
@@ -16,6 +16,7 @@ from tests.compress.cases import ALL
         ("half:bf16", Half("bf16")),
         ("sign", Sign()),
         ("ternary", Ternary()),
+        ("pick", Pick()),
         ("log:3", Log(3)),
         ("uniform:4", Uniform(4)),
         ("uniform:8:stochastic", Uniform(8, stochastic=True)),

@@ -1,4 +1,4 @@
-"""Fused kernels of the quantizers with one scale a block: `Sign`, `Ternary`, `Log` and `Uniform`.
+"""Fused kernels of the quantizers with one scale a block: `Sign`, `Ternary`, `Pick`, `Log` and `Uniform`.
 
 Pass one (`find_scales`) reads everything and writes nothing but scales, so that a nan is found before any residual
 changes; pass two (`encode`) quantizes, packs and writes the residual.
@@ -30,6 +30,7 @@ from laconic.compress.kernels.bits import (
 )
 from laconic.compress.kernels.levels import (
     LOG_KIND,
+    PICK_KIND,
     SIGN_KIND,
     TERNARY_KIND,
     UNIFORM_KIND,
@@ -37,9 +38,10 @@ from laconic.compress.kernels.levels import (
     levels_of,
     uniform_level,
 )
+from laconic.compress.kernels.pick import add_picked, pick_codes, picked_nbytes
 from laconic.compress.quantizers import LEVEL_IN_MEANS
 
-# Partial sums of a block's mean magnitude; of the definition of `Sign` and `Ternary`, for a sum depends on its order.
+# Partial sums of a block's mean magnitude; part of the definition of `Sign` and others, for a sum depends on its order.
 LANES = 16
 EXPONENT = np.int32(-0x800000)  # sign and exponent
 MINUS_ZERO = np.float32(-0.0)  # x + -0.0 is x, also for x = -0.0
@@ -275,7 +277,7 @@ def block_scale(kind, x, r, count, lanes):
 @njit(nogil=True, cache=True)
 def scale_of(kind, largest, x, r, count, lanes):
     """Of a block with this largest magnitude, which `Sign` does not ask for."""
-    if kind not in (SIGN_KIND, TERNARY_KIND):
+    if kind not in (SIGN_KIND, TERNARY_KIND, PICK_KIND):
         return largest
     mean = mean_magnitude(x, r, count, lanes)
     if kind == SIGN_KIND:
@@ -326,11 +328,25 @@ def quantize_block(kind, bits, x, r, scale, key, uppers, codes):
 
 
 @njit(nogil=True, cache=True)
+def stride_of(kind, bits, block):
+    """Bytes of a block: its scale and its codes."""
+    return 4 + (picked_nbytes(block, block) if kind == PICK_KIND else block * bits // 8)
+
+
+@njit(nogil=True, cache=True)
+def pick_block(x, r, count, scale, codes, packed):
+    for i in range(x.size):
+        r[i] = x[i] + r[i]
+    pick_codes(r, count, middle_of(scale), packed)
+    add_picked(packed, r.size, scale, np.float32(-1.0), codes, r[:count])
+
+
+@njit(nogil=True, cache=True)
 def encode(kind, bits, block, x, residual, feedback, scales, key, out):
     """Pass two: scale and packed codes of every block, and with `feedback` what they leave behind into `residual`."""
     codes, uppers = np.empty(block, np.uint8), np.empty(block, np.uint16)
     x_spare, r_spare = np.empty(block, np.float32), np.empty(block, np.float32)
-    stride = 4 + block * bits // 8
+    stride = stride_of(kind, bits, block)
     for b in range(scales.size):
         start = b * block
         xb, rb = x[start : start + block], residual[start : start + block]
@@ -346,19 +362,22 @@ def encode(kind, bits, block, x, residual, feedback, scales, key, out):
             rb = r_spare
         packed = out[b * stride + 4 : (b + 1) * stride]
         place = packed if packed.size == block else codes  # eight bits need no packing
-        quantize_block(kind, bits, xb, rb, scales[b], splitmix64(key + np.uint64(b)), uppers, place)
+        if kind == PICK_KIND:
+            pick_block(xb, rb, count, scales[b], codes, packed)
+        else:
+            quantize_block(kind, bits, xb, rb, scales[b], splitmix64(key + np.uint64(b)), uppers, place)
+            if count < block:
+                pack_sequence(codes[:count], bits, packed)
+            elif bits < 8:
+                pack_fields(codes, bits, packed)
         store_float(out, b * stride, scales[b])
-        if count < block:
-            pack_sequence(codes[:count], bits, packed)
-            if feedback:
-                move(r_spare[:count], residual[start:])
-        elif bits < 8:
-            pack_fields(codes, bits, packed)
+        if count < block and feedback:
+            move(r_spare[:count], residual[start:])
 
 
 @njit(nogil=True, cache=True)
-def scales_are_valid(bits, block, code, blocks):
-    stride = 4 + block * bits // 8
+def scales_are_valid(kind, bits, block, code, blocks):
+    stride = stride_of(kind, bits, block)
     for b in range(blocks):
         pattern = bits_of(load_float(code, b * stride))
         if pattern < np.int32(0) or pattern >= NOT_FINITE:
@@ -370,12 +389,17 @@ def scales_are_valid(bits, block, code, blocks):
 def decode(kind, bits, block, code, target, accumulate, factor):
     """target = levels, or with `accumulate` target += factor·levels."""
     unpacked = np.empty(block, np.uint8)
-    stride = 4 + block * bits // 8
+    stride = stride_of(kind, bits, block)
     for start in range(0, target.size, block):
         place = start // block * stride
         goal = target[start : start + block]
         scale = load_float(code, place)
         packed = code[place + 4 : place + stride]
+        if kind == PICK_KIND:
+            if not accumulate:
+                fill(goal, np.float32(0.0))
+            add_picked(packed, block, scale, factor, unpacked, goal)
+            continue
         if goal.size < block:
             unpack_sequence(packed, bits, unpacked[: goal.size])
             codes = unpacked

@@ -8,7 +8,7 @@ from numba import njit
 
 from laconic.compress.kernels.bits import SIGN, add32, and32, bits_of, float_of, shl32
 
-SIGN_KIND, LOG_KIND, TERNARY_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(5)
+SIGN_KIND, LOG_KIND, PICK_KIND, TERNARY_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(6)
 EVEN = TERNARY_KIND  # from here on levels are evenly spaced around 0
 
 

@@ -26,16 +26,19 @@ from laconic.compress.kernels.blockwise import (
     LANES,
     MINUS_ZERO,
     TINY,
+    middle_of,
     quantize_block,
     scale_of,
     scales_are_valid,
     splitmix64,
+    stride_of,
     ternary_codes,
     uniform_codes,
 )
 from laconic.compress.kernels.dense import add_scaled
 from laconic.compress.kernels.levels import (
     EVEN,
+    PICK_KIND,
     TERNARY_KIND,
     UNIFORM_KIND,
     add_levels,
@@ -45,6 +48,7 @@ from laconic.compress.kernels.levels import (
     levels_of_halves,
     levels_of_quarters,
 )
+from laconic.compress.kernels.pick import add_picked, pick_codes
 
 
 @njit(nogil=True, cache=True)
@@ -85,9 +89,13 @@ def room_to_encode(block):
 def encode_block(kind, bits, p, count, largest, key, number, room, out):
     """The code of p, of which `count` entries are no padding, and which is used up; `largest`: bits of a magnitude."""
     nothing, codes, uppers, lanes = room
-    stride = 4 + p.size * bits // 8
+    stride = stride_of(kind, bits, p.size)
     scale = scale_of(kind, float_of(largest), nothing, p, count, lanes)
+    store_float(out, number * stride, scale)
     packed = out[number * stride + 4 : (number + 1) * stride]
+    if kind == PICK_KIND:
+        pick_codes(p, count, middle_of(scale), packed)
+        return
     place = packed if packed.size == p.size else codes  # eight bits need no packing
     if kind == UNIFORM_KIND and scale >= TINY:
         uniform_codes(p, scale, bits, place)
@@ -95,7 +103,6 @@ def encode_block(kind, bits, p, count, largest, key, number, room, out):
         ternary_codes(p, scale, place)
     else:
         quantize_block(kind, bits, nothing, p, scale, splitmix64(key + np.uint64(number)), uppers, place)
-    store_float(out, number * stride, scale)
     if count < p.size:
         pack_sequence(codes[:count], bits, packed)
     elif bits < 8:
@@ -119,10 +126,10 @@ def settle(kind, bits, block, codes, nbytes, weights, own, x, base, has_base):
 
 
 @njit(nogil=True, cache=True)
-def find_bad_code(bits, block, codes, nbytes, blocks):
+def find_bad_code(kind, bits, block, codes, nbytes, blocks):
     """The number of the first with a scale that cannot be, or −1."""
     for row in range(codes.size):
-        if not scales_are_valid(bits, block, bytes_at(codes[row], nbytes), blocks):
+        if not scales_are_valid(kind, bits, block, bytes_at(codes[row], nbytes), blocks):
             return row
     return -1
 
@@ -131,12 +138,20 @@ def find_bad_code(bits, block, codes, nbytes, blocks):
 def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unpacked, news, said):
     """`news` and the levels of code `own` in the block that begins at `start`; `unpacked` is room to work in."""
     fill(news, np.float32(0.0))
-    stride = 4 + block * bits // 8
+    stride = stride_of(kind, bits, block)
     place = start // block * stride
     for row in range(codes.size):
         code = bytes_at(codes[row], nbytes)
         packed = code[place + 4 : place + stride]
         scale = load_float(code, place)
+        if kind == PICK_KIND:
+            if row == own:
+                fill(said[:count], np.float32(0.0))
+                add_picked(packed, block, scale, np.float32(1.0), unpacked, said[:count])
+                add_scaled(said[:count], news[:count], weights[row])
+            else:
+                add_picked(packed, block, scale, weights[row], unpacked, news[:count])
+            continue
         if kind >= EVEN and bits == 4 and count == block:
             add_levels_of_halves(packed, scale, weights[row], news)
             if row == own:
