@@ -118,7 +118,7 @@ class Pick(Blockwise):
 
     def _rows(self, p: Tensor) -> tuple[Tensor, ...]:
         """Of blocks (blocks, block), as views. A column is a group."""
-        return p.split(self._groups, dim=1)
+        return torch.split(p, self._groups, dim=1)
 
     def _pack(self, codes: Tensor, count: int) -> Tensor:
         groups = min(self._groups, count)
