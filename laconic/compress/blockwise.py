@@ -42,7 +42,7 @@ class Blockwise(Compressor):
 
     @abstractmethod
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        """Codes, in uint8, of the shape of p (or as `_pack` takes them)."""
+        """Codes, in uint8, of the shape of p (or as `_pack` takes them). Key k + i of block 0 is key k of block i."""
 
     @abstractmethod
     def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -51,14 +51,14 @@ class Blockwise(Compressor):
     def _key(self, step: int) -> int:
         return 0
 
-    def _pack(self, codes: Tensor, count: int) -> Tensor:
-        """The codes (blocks, …) of blocks that have `count` entries each, as bytes (blocks, nbytes)."""
-        if count == self.block:
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Codes of full blocks, or of the last one, as bytes: (blocks, nbytes)."""
+        if codes.shape[1] == self.block:
             return packing.pack_fields(codes, self.bits)
-        return packing.pack_sequence(codes[0, :count], self.bits)[None]
+        return packing.pack_sequence(codes[0], self.bits)[None]
 
     def _unpack(self, packed: Tensor, count: int) -> Tensor:
-        """The inverse; of one block, if it is not full."""
+        """The inverse: (blocks, count)."""
         if count == self.block:
             return packing.unpack_fields(packed, self.bits)
         return packing.unpack_sequence(packed[0], self.bits, count).to(torch.uint8)[None]
@@ -85,14 +85,14 @@ class Blockwise(Compressor):
         if count:
             counts[-1] = count
         scales = self._scales(p, counts)
-        codes = self._quantize(p, scales, self._key(step))
+        key = self._key(step)
         blocks = out[: full * self._stride].view(full, self._stride)
         blocks[:, :4] = scales[:full].view(torch.uint8)
-        blocks[:, 4:] = self._pack(codes[:full], self.block)
+        blocks[:, 4:] = self._pack(self._quantize(p[:full], scales[:full], key))
         if count:
             rest = out[full * self._stride :]
             rest[:4] = scales[-1].view(torch.uint8)
-            rest[4:] = self._pack(codes[-1:], count)[0]
+            rest[4:] = self._pack(self._quantize(p[full:, :count], scales[full:], key + full))[0]
 
     def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
         kernels = kernels_for(code, target)
@@ -109,7 +109,7 @@ class Blockwise(Compressor):
                 raise self._bad_scale(code)
         target[: full * self.block] = self._levels(self._unpack(blocks[:, 4:], self.block), scales).flatten()
         if count:
-            target[full * self.block :] = self._levels(self._unpack(rest[None, 4:], count), last_scale)[0, :count]
+            target[full * self.block :] = self._levels(self._unpack(rest[None, 4:], count), last_scale)[0]
 
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
         kernels = kernels_for(code, target)

@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from laconic.compress.blockwise import BLOCK, Blockwise, check_block
 from laconic.compress.random import chances, mix
@@ -67,68 +68,61 @@ class Ternary(Blockwise):
         return (codes.to(torch.float32) - 1) * scales
 
 
-GROUP = 7  # entries, of which with a minus or without each, or none, is one of 15
-
-
 @dataclass(frozen=True)
 class Pick(Blockwise):
-    """Of each seven entries one, in 4 bits: the largest, as a level of `Ternary`, if it is not nearest to 0.
+    """Of each `of` entries one, in 4 bits: the largest, as a level of `Ternary`, if it is not nearest to 0.
 
-    Entries of a group are a seventh of a block apart from each other. For error feedback: what was second follows
-    later. That is nearly as good as `Ternary`, where what stands out is rare, in 0.6 bits an entry.
+    The entries of a group are an `of`-th of a block apart from each other. For error feedback: what was second follows
+    later. That is about as good as `Ternary`, where what stands out is rare, in 0.6 bits an entry with seven.
     """
 
+    of: int = 7
     block: int = BLOCK
     _kind = "PICK_KIND"
 
     def __post_init__(self) -> None:
+        if not 2 <= self.of <= 7:  # each of 7 entries with a minus or without, or none, is one of 15
+            raise ValueError(f"of must be from 2 to 7, not {self.of}")
         check_block(self.block)
 
     @property
     def bits(self) -> int:
-        """Of a group."""
-        return 4
+        """What the kernels are told instead."""
+        return self.of
 
-    @property
-    def _groups(self) -> int:
-        return -(-self.block // GROUP)
+    def _groups(self, numel: int) -> int:
+        return -(-numel // self.of)
 
     def nbytes(self, numel: int) -> int:
         full, rest = divmod(numel, self.block)
-        return full * (4 + (self._groups + 1) // 2) + bool(rest) * 4 + (min(self._groups, rest) + 1) // 2
+        return full * (4 + (self._groups(self.block) + 1) // 2) + bool(rest) * (4 + (self._groups(rest) + 1) // 2)
 
     def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
         return torch.minimum(LEVEL_IN_MEANS * mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        most, code = torch.zeros(2, p.shape[0], self._groups, dtype=torch.float32, device=p.device)
-        for number, row in enumerate(self._rows(p), start=1):
-            signed = torch.where(torch.signbit(row), number + GROUP, number)
-            is_larger = row.abs() > most[:, : row.shape[1]]
-            code[:, : row.shape[1]] = torch.where(is_larger, signed, code[:, : row.shape[1]])
-            most[:, : row.shape[1]] = torch.maximum(row.abs(), most[:, : row.shape[1]])
-        return torch.where(most >= 0.5 * scales, code, 0).to(torch.uint8)
+        """For each group the number of the entry that is picked, from 1 on; with a minus more by `of`."""
+        groups = self._groups(p.shape[1])
+        rows = pad(p, (0, groups * self.of - p.shape[1])).view(-1, self.of, groups)
+        most, codes = torch.zeros_like(rows[:, 0]), torch.zeros_like(rows[:, 0], dtype=torch.int32)
+        for number, row in enumerate(rows.unbind(1), start=1):
+            codes = torch.where(row.abs() > most, torch.where(torch.signbit(row), number + self.of, number), codes)
+            most = torch.maximum(row.abs(), most)
+        return torch.where(most >= 0.5 * scales, codes, 0).to(torch.uint8)
 
     def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
-        levels = torch.zeros(codes.shape[0], self.block, dtype=torch.float32, device=codes.device)
-        for number, row in enumerate(self._rows(levels), start=1):
-            told = codes[:, : row.shape[1]]
-            row[:, : told.shape[1]] = ((told == number).float() - (told == number + GROUP).float()) * scales
-        return levels
+        return (codes.to(torch.float32) - 1) * scales
 
-    def _rows(self, p: Tensor) -> tuple[Tensor, ...]:
-        """Of blocks (blocks, block), as views. A column is a group."""
-        return torch.split(p, self._groups, dim=1)
-
-    def _pack(self, codes: Tensor, count: int) -> Tensor:
-        groups = min(self._groups, count)
-        low, high = codes[:, : (groups + 1) // 2], codes[:, (groups + 1) // 2 : groups]
-        packed = low.clone()
-        packed[:, : high.shape[1]] |= high << 4
-        return packed
+    def _pack(self, codes: Tensor) -> Tensor:
+        half = (codes.shape[1] + 1) // 2
+        return codes[:, :half] | (pad(codes[:, half:], (0, codes.shape[1] % 2)) << 4)
 
     def _unpack(self, packed: Tensor, count: int) -> Tensor:
-        return torch.cat([packed & 15, packed >> 4], dim=1)[:, : min(self._groups, count)]
+        """For each entry what `Ternary` has: 1, and one more or less if it was picked."""
+        picked = torch.cat([packed & 15, packed >> 4], dim=1)[:, None, : self._groups(count)]
+        numbers = torch.arange(1, self.of + 1, device=packed.device)[:, None]
+        codes = 1 + (picked == numbers).to(torch.int8) - (picked == numbers + self.of).to(torch.int8)
+        return codes.flatten(1)[:, :count]
 
 
 def mean_magnitudes(p: Tensor, counts: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic.checkpoint import with_tensors
 from laconic.comm import Comm
-from laconic.compress import Compressor, Log, Sign, Ternary, Uniform
+from laconic.compress import Compressor, Log, Pick, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.common import CommonAdam
@@ -29,8 +29,8 @@ from laconic.methods.steering import Steering
 LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
 # Of the background, if none is asked for: the next where a link is too slow for the one before. Where workers are seen
 # to hold unlike data, only the first two: others cost one or two points of accuracy there. The last one only after
-# some steps in a row in which there was no sign of that: with one bit there is none.
-CODES = (Uniform(bits=4), Uniform(bits=3), Ternary(), Sign())
+# some steps in a row in which there was no sign of that: with it, it is seen much later.
+CODES = (Uniform(bits=4), Uniform(bits=3), Pick(of=4), Pick(of=7))
 FINE, SEEING = 2, 3  # so many of them do for unlike data; with so many it is seen
 QUIET = 96
 LOOKED = 192  # steps after which no better code is waited for
@@ -64,7 +64,7 @@ class Divisible(Method):
             "local".
         background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
             where the period is "auto" too and the link too slow to send that in half of 4 steps, with "common"
-            `Uniform(3)` or `Ternary()`, with which workers begin, and after some steps `Sign()`; the last two only as
+            `Uniform(3)` or `Pick(4)`, with which workers begin, and after some steps `Pick(7)`; the last two only as
             long as workers are not seen to hold unlike data.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.

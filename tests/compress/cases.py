@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.compress import Half, Identity, Log, Pick, RandomBlock, Sign, Ternary, TopK, Uniform, backend
 
 DENSE = [Identity(), Half(), Half("bf16")]
-ONE_LEVEL = [Sign(), Sign(block=64), Ternary(), Ternary(block=64), Pick(), Pick(block=64)]
+ONE_LEVEL = [Sign(), Sign(block=64), Ternary(), Ternary(block=64), Pick(), Pick(block=64), Pick(4)]
 DETERMINISTIC = [*ONE_LEVEL, *(Log(b) for b in range(2, 7)), *(Uniform(b) for b in range(2, 9))]
 STOCHASTIC = [Uniform(4, stochastic=True), Uniform(8, stochastic=True, seed=7)]
 BLOCKWISE = [*DETERMINISTIC, *STOCHASTIC]

@@ -17,6 +17,7 @@ from tests.compress.cases import ALL
         ("sign", Sign()),
         ("ternary", Ternary()),
         ("pick", Pick()),
+        ("pick:of=4", Pick(4)),
         ("log:3", Log(3)),
         ("uniform:4", Uniform(4)),
         ("uniform:8:stochastic", Uniform(8, stochastic=True)),

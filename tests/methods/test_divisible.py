@@ -526,14 +526,14 @@ def test_what_is_not_allowed_is_not_chosen_before_there_are_measurements_either(
 @pytest.mark.parametrize(
     ("hops", "quiet", "looked", "sure", "slow", "expected"),
     [
-        (1, 2, 2, 20, 20.0, [2, 4, 1, 4]),
-        (2, 2, 2, 20, 20.0, [2, 4, 1, 4]),
-        (1, 99, 19, 20, 20.0, [2, 4, 2, 4]),  # the period becomes too long for "common"
-        (1, 99, 99, 9, 3.0, [2, 4, 2, 3, 4]),  # workers are seen to hold unlike data
+        (1, 2, 2, 20, 20.0, [1.0, 4.0, 0.6, 4.0]),
+        (2, 2, 2, 20, 20.0, [1.0, 4.0, 0.6, 4.0]),
+        (1, 99, 19, 20, 40.0, [1.0, 4.0, 1.0, 4.0]),  # the period becomes too long for "common"
+        (1, 99, 99, 9, 3.0, [1.0, 4.0, 1.0, 3.0, 4.0]),  # workers are seen to hold unlike data
     ],
 )
 def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resumes_bit_for_bit(
-    hops: Any, quiet: int, looked: int, sure: int, slow: float, expected: list[int]
+    hops: Any, quiet: int, looked: int, sure: int, slow: float, expected: list[float]
 ) -> None:
     steps, method = 40, laconic.Divisible(ratio=8, hops=hops)
 

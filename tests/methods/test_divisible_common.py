@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.comm import Solo
-from laconic.compress import Compressor, Log, Sign, Ternary, Uniform
+from laconic.compress import Compressor, Log, Pick, Sign, Ternary, Uniform
 from laconic.methods import windows
 from laconic.methods.carried import Codes
 from laconic.methods.common import CommonAdam
@@ -171,7 +171,7 @@ def test_kernels_give_the_same_bits(
 
     least = windows.least_units(ours[2])
     gain = windows.gain(mine, runs, least)
-    for compressor in (Uniform(4), Uniform(8), Log(3), Uniform(4, stochastic=True), Ternary(), Sign()):
+    for compressor in (Uniform(4), Uniform(8), Log(3), Uniform(4, stochastic=True), Ternary(), Pick(), Pick(4), Sign()):
         code, of_block = compressor.encode(gain, step=3), torch.empty_like(least)
         out = torch.empty_like(code)
         assert windows_kernels.encode(windows_kernels.arrays_of(mine), runs, compressor, 3, of_block, out)
@@ -224,7 +224,7 @@ def test_unlike_data_moves_all_workers_alike() -> None:
         torch.testing.assert_close(x, torch.full((500,), -6.0), rtol=0.25, atol=0)
 
 
-@pytest.mark.parametrize("background", [Uniform(4), Ternary()])
+@pytest.mark.parametrize("background", [Uniform(4), Ternary(), Pick()])
 def test_after_a_drain_own_steps_are_as_long_as_before(background: Any) -> None:
     """Small gradients beside large ones are in no code, so that v̂ does not know of them, and m keeps them."""
 

@@ -329,16 +329,16 @@ def quantize_block(kind, bits, x, r, scale, key, uppers, codes):
 
 @njit(nogil=True, cache=True)
 def stride_of(kind, bits, block):
-    """Bytes of a block: its scale and its codes."""
-    return 4 + (picked_nbytes(block, block) if kind == PICK_KIND else block * bits // 8)
+    """Bytes of a block: its scale and its codes. (Of a `Pick`, `bits` is what it picks from.)"""
+    return 4 + (picked_nbytes(bits, block) if kind == PICK_KIND else block * bits // 8)
 
 
 @njit(nogil=True, cache=True)
-def pick_block(x, r, count, scale, codes, packed):
+def pick_block(of, x, r, scale, codes, packed):
     for i in range(x.size):
         r[i] = x[i] + r[i]
-    pick_codes(r, count, middle_of(scale), packed)
-    add_picked(packed, r.size, scale, np.float32(-1.0), codes, r[:count])
+    pick_codes(of, r, middle_of(scale), packed)
+    add_picked(of, packed, scale, np.float32(-1.0), codes, r)
 
 
 @njit(nogil=True, cache=True)
@@ -363,7 +363,7 @@ def encode(kind, bits, block, x, residual, feedback, scales, key, out):
         packed = out[b * stride + 4 : (b + 1) * stride]
         place = packed if packed.size == block else codes  # eight bits need no packing
         if kind == PICK_KIND:
-            pick_block(xb, rb, count, scales[b], codes, packed)
+            pick_block(bits, xb[:count], rb[:count], scales[b], codes, packed)
         else:
             quantize_block(kind, bits, xb, rb, scales[b], splitmix64(key + np.uint64(b)), uppers, place)
             if count < block:
@@ -398,7 +398,7 @@ def decode(kind, bits, block, code, target, accumulate, factor):
         if kind == PICK_KIND:
             if not accumulate:
                 fill(goal, np.float32(0.0))
-            add_picked(packed, block, scale, factor, unpacked, goal)
+            add_picked(bits, packed, scale, factor, unpacked, goal)
             continue
         if goal.size < block:
             unpack_sequence(packed, bits, unpacked[: goal.size])

@@ -94,7 +94,7 @@ def encode_block(kind, bits, p, count, largest, key, number, room, out):
     store_float(out, number * stride, scale)
     packed = out[number * stride + 4 : (number + 1) * stride]
     if kind == PICK_KIND:
-        pick_codes(p, count, middle_of(scale), packed)
+        pick_codes(bits, p[:count], middle_of(scale), packed)
         return
     place = packed if packed.size == p.size else codes  # eight bits need no packing
     if kind == UNIFORM_KIND and scale >= TINY:
@@ -147,10 +147,10 @@ def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unp
         if kind == PICK_KIND:
             if row == own:
                 fill(said[:count], np.float32(0.0))
-                add_picked(packed, block, scale, np.float32(1.0), unpacked, said[:count])
+                add_picked(bits, packed, scale, np.float32(1.0), unpacked, said[:count])
                 add_scaled(said[:count], news[:count], weights[row])
             else:
-                add_picked(packed, block, scale, weights[row], unpacked, news[:count])
+                add_picked(bits, packed, scale, weights[row], unpacked, news[:count])
             continue
         if kind >= EVEN and bits == 4 and count == block:
             add_levels_of_halves(packed, scale, weights[row], news)
