@@ -18,6 +18,7 @@ ROUNDS = 2  # windows in a row at the start: a piece's fixed costs show only whe
 INTERVAL = 200  # steps from one window to the next, later
 MARGIN = 1.1
 ROOM = 2.0  # the same for a code: a link that is never idle takes more from computing than finer codes give
+AMPLE_ROOM = 4.0  # where all codes are allowed, which is where coarse ones are as good
 WORTH = 0.8  # of a period or a code: what less is worth following the measurements for
 
 
@@ -85,14 +86,15 @@ class Pace:
     def _choose(self, computing: float, transfer: float) -> float:
         """A code, and the seconds that a transfer takes with it."""
         largest = transfer / self._sizes[self.code]
+        room = ROOM if self.allowed < len(self._sizes) else AMPLE_ROOM
 
         def fits(code: int, margin: float) -> bool:
             return margin * largest * self._sizes[code] <= self._asked * computing
 
         self.code = min(self.code, self.allowed - 1)
-        while self.code > 0 and fits(self.code - 1, ROOM / WORTH if self.is_settled else ROOM):
+        while self.code > 0 and fits(self.code - 1, room / WORTH if self.is_settled else room):
             self.code -= 1
-        while self.code < self.allowed - 1 and not fits(self.code, ROOM):
+        while self.code < self.allowed - 1 and not fits(self.code, room):
             self.code += 1
         return largest * self._sizes[self.code]
 

@@ -497,9 +497,9 @@ def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
     assert pace.is_settled
     pace.allow(4)
     assert (pace.code, pace.period) == (3, 11), "the smallest, and ⌈1.1 · 10 s / 1 s⌉"
-    step = measured(step, 2.5)
-    assert (pace.code, pace.period) == (2, 4), "3 bits would just do, but that is not worth the change"
-    step = measured(step, 2.1)
+    step = measured(step, 1.3)  # with all allowed, a quarter of 4 steps of 1 s
+    assert (pace.code, pace.period) == (2, 4), "the second would just do, but that is not worth the change"
+    step = measured(step, 1.05)
     assert (pace.code, pace.period) == (1, 4)
     pace.lower(3)
     assert (pace.code, pace.period) == (1, 3)
@@ -543,7 +543,7 @@ def test_where_the_link_is_slow_codes_become_coarser_on_all_ranks_and_that_resum
         add = Pace.add
 
         def add_told(self: Pace, step: int, computing: float, transfer: float) -> None:
-            with_the_largest = 1.0 if step < 10 or step > 28 else slow
+            with_the_largest = 0.5 if step < 10 or step > 28 else slow
             add(self, step, 1.0, with_the_largest * self._sizes[self.code] / self._sizes[0])
 
         Pace.add = add_told  # type: ignore[method-assign]
