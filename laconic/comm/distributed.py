@@ -312,7 +312,7 @@ class DistributedComm(Comm):
         self, verb: str, work: dist.Work | Swap | Delivery, needed: dict[int, str] | None, number: int, doing: str = ""
     ) -> None:
         """Wait in slices, and between them look whether waiting makes sense. `needed`: by default all take part."""
-        start = time.monotonic()
+        start, step = time.monotonic(), self.meter.step
         try:
             while True:
                 # An error of a wait that began before the end may be its time-out, with the end just after it.
@@ -321,7 +321,7 @@ class DistributedComm(Comm):
                     work.wait(SLICE_TIME)
                     return
                 except (RuntimeError, TimeoutError) as error:
-                    at = f"{doing or verb} at step {self.meter.step}"
+                    at = f"{doing or verb} at step {step}"
                     if had_ended:
                         raise self._register.roll_call(at, first_line(error)) from error
                     if work.is_completed():

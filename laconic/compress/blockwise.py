@@ -20,7 +20,7 @@ class Blockwise(Compressor):
     """Each block is coded on its own as its scale (4 bytes) and its packed codes, and blocks follow one another.
 
     So the code of a slice from one multiple of `block` to another is a slice of the whole's code. In the last block, if
-    it is not full, codes are packed in sequence, which makes `nbytes` = ⌈numel·bits/8⌉ + 4·blocks.
+    it is not full, codes are packed in sequence, which makes `nbytes` = ⌈numel·bits/8⌉ + 4·blocks. (But for `Pick`.)
     """
 
     @property

@@ -87,7 +87,7 @@ class Pick(Blockwise):
 
     @property
     def bits(self) -> int:
-        """What the kernels are told instead."""
+        """Not bits, but `of`: what the kernels are told in their place."""
         return self.of
 
     def _groups(self, numel: int) -> int:
@@ -104,7 +104,7 @@ class Pick(Blockwise):
         """For each group the number of the entry that is picked, from 1 on; with a minus more by `of`."""
         groups = self._groups(p.shape[1])
         rows = pad(p, (0, groups * self.of - p.shape[1])).view(-1, self.of, groups)
-        most, codes = torch.zeros_like(rows[:, 0]), torch.zeros_like(rows[:, 0], dtype=torch.int32)
+        most, codes = torch.zeros_like(rows[:, 0]), torch.zeros_like(rows[:, 0], dtype=torch.int64)
         for number, row in enumerate(rows.unbind(1), start=1):
             codes = torch.where(row.abs() > most, torch.where(torch.signbit(row), number + self.of, number), codes)
             most = torch.maximum(row.abs(), most)

@@ -64,8 +64,8 @@ class Divisible(Method):
             "local".
         background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
             where the period is "auto" too and the link too slow to send that in half of 4 steps, with "common"
-            `Uniform(3)` or `Pick(4)`, with which workers begin, and after some steps `Pick(7)`; the last two only as
-            long as workers are not seen to hold unlike data.
+            `Uniform(3)` or `Pick(4)`, with which workers begin; after some steps, what can be sent in a quarter of 4,
+            or `Pick(7)`. Picks only as long as workers are not seen to hold unlike data.
         max_period: the longest that "auto" may choose. On a link that is slower than that, steps wait.
         delay: steps from sending a background message to applying it.
         hops: messages, one after the other, that a mean of codes takes: 1, all codes to everyone, who has the mean a

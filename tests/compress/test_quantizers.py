@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.compress import Half, Log, Pick, Sign, Ternary, TopK, Uniform
-from tests.compress.cases import DENSE, DETERMINISTIC, few, make, vectors
+from tests.compress.cases import DENSE, DETERMINISTIC, few, make, plain_torch, vectors
 
 TINY = torch.finfo(torch.float32).tiny
 LEAST = 2.0**-149  # the spacing of denormal numbers
@@ -118,6 +118,13 @@ def test_pick_tells_the_largest_of_each_seven(x):
             assert int(told.sum()) == int(bool(full[first::groups].any()))
             assert (group[told] == group.max()).all()
         assert torch.equal(picked, picked.where(picked == 0, full))  # a level of ternary, or none
+
+
+def test_what_is_next_to_nothing_has_a_sign_with_and_without_kernels():
+    for x in (torch.tensor([-(2.0**-149)]), torch.tensor([0.0, -1e-42, 0.0]).repeat(700)):
+        with plain_torch():
+            plain = through(Pick(), x)
+        assert torch.equal(through(Pick(), x).view(torch.int32), plain.view(torch.int32))
 
 
 @few

@@ -397,7 +397,7 @@ def decode(kind, bits, block, code, target, accumulate, factor):
         packed = code[place + 4 : place + stride]
         if kind == PICK_KIND:
             if not accumulate:
-                fill(goal, np.float32(0.0))
+                fill(goal, MINUS_ZERO)  # to which any level adds to itself, −0.0 too
             add_picked(bits, packed, scale, factor, unpacked, goal)
             continue
         if goal.size < block:

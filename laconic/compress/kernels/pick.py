@@ -1,5 +1,5 @@
-"""Kernels of `Pick`. A block is as many rows as a group has entries, the last one shorter, and a group is a column: so
-groups stand side by side in memory, and loops over them vectorise."""
+"""Kernels of `Pick`. A block is as many rows as a group has entries, the last ones shorter or empty, and a group is a
+column: so groups stand side by side in memory, and loops over them vectorise."""
 
 # mypy: ignore-errors
 # (numba compiles a dialect of Python that mypy takes for Python)
@@ -17,7 +17,7 @@ def picked_nbytes(of, count):
 
 @njit(nogil=True, cache=True)
 def pick_codes(of, p, middle, packed):
-    """Two a byte. Told is what is at least `middle` (bits)."""
+    """Two a byte: of each group the largest, if it is at least `middle` (bits)."""
     row = -(-p.size // of)
     most, codes = np.empty(row, np.int32), np.empty(row, np.int32)
     fill(most, np.int32(middle - np.int32(1)))

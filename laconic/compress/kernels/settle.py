@@ -146,7 +146,7 @@ def read_block(kind, bits, block, codes, nbytes, weights, own, start, count, unp
         scale = load_float(code, place)
         if kind == PICK_KIND:
             if row == own:
-                fill(said[:count], np.float32(0.0))
+                fill(said[:count], MINUS_ZERO)
                 add_picked(bits, packed, scale, np.float32(1.0), unpacked, said[:count])
                 add_scaled(said[:count], news[:count], weights[row])
             else:
