@@ -242,11 +242,11 @@ def common_adam(case: Case, replicas: list[Replica], steps: int) -> Tensor:
     common = [replicas[0].x.clone(), torch.zeros(d), torch.zeros(d)]  # x̂, m̂ and v̂
     workers = [Steered(case, replica, common) for replica in replicas]
     gains = Channel(case.period, case.delay, d, case.coder)
-    last, least, made = {}, {}, [Step(0.0, 0.0, 0.0)]
+    last, least, made = {}, {}, [Step(0.0, 0.0, 0.0, 0.0, 0.0)]
     kernels = find_kernels(common[0])
     assert kernels is not None
     for step in range(1, steps + 1):
-        made.append(Step(group["lr"], *group["betas"]))
+        made.append(Step.of(group))
         for worker in workers:
             worker.step(step)
         with torch.no_grad():

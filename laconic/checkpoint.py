@@ -28,7 +28,7 @@ from laconic.agreement import compare
 if TYPE_CHECKING:
     from laconic.worker import Worker
 
-FORMAT = 3
+FORMAT = 4
 NAME = re.compile(r"(\d{6})-step(\d+)")
 
 

@@ -27,8 +27,7 @@ anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
 if _kernels := common.find_kernels(_x):
     _vectors = _kernels.arrays_of(windows.Vectors(*(_x.square() for _ in windows.Vectors._fields)))
-    _group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
-    _window = windows.Window.of(_group, [windows.Step(1e-3, 0.9, 0.999)], 0, [0.0])
+    _window = windows.Window.of({}, [windows.Step(1e-3, 0.9, 0.999, 1e-8, 0.0)], 0, [0.0])
     _runs = [windows.Run(slice(0, _x.numel()), 0.5, 0.0)]
     _cuts = [windows.Cut(slice(0, _x.numel()), _window, _window)]
     _gain = _kernels.gain(_vectors, _runs)

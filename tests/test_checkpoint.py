@@ -149,7 +149,7 @@ def later_format(folder: Path) -> None:
         (damage_file, "is torn"),
         (cut_file, "is torn"),
         (foreign_manifest, "is not a manifest of laconic"),
-        (later_format, "has format 99, and this version of laconic reads 3"),
+        (later_format, "has format 99, and this version of laconic reads 4"),
         (lambda folder: (folder / "rank-00000.pt").unlink(), "No such file"),
         (lambda folder: (folder / "manifest.json").unlink(), "no complete checkpoint of all 1 ranks"),
         (shutil.rmtree, "no complete checkpoint of all 1 ranks"),

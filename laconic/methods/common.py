@@ -7,6 +7,7 @@ of the mean gradient, all ranks alike; that takes the place of the own steps, an
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -37,17 +38,19 @@ class CommonAdam(Carried):
     @staticmethod
     def unfit(optimizer: torch.optim.Optimizer) -> str | None:
         """Why this cannot be done with the optimizer, if it cannot."""
-        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        if not makes_steps_of_adam(optimizer):
             return f"is for Adam and AdamW, not {type(optimizer).__name__}"
         if any(group["amsgrad"] for group in optimizer.param_groups):
             return "needs amsgrad=False"
+        if any(group["eps"] <= 0 for group in optimizer.param_groups):
+            return "needs eps above 0: where nothing was told yet, m and v are 0"
         if any(p.dtype == torch.float16 for group in optimizer.param_groups for p in group["params"]):
             return "needs numbers of a wider range than float16"
         return None
 
     @staticmethod
     def settings(optimizer: torch.optim.Optimizer) -> str:
-        """What else must be the same on all ranks. (Learning rates and betas, which may change, are compared again.)"""
+        """What else must be the same on all ranks. (What may change from step to step is compared in each: `Step`.)"""
         names = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
         return ", ".join(str({name: group[name] for name in names}) for group in optimizer.param_groups)
 
@@ -71,8 +74,10 @@ class CommonAdam(Carried):
         self._gain: Callable[..., Tensor] = gain if self._kernels is None else self._kernels.gain
         self._make_up: Callable[..., tuple[float, float]] = make_up if self._kernels is None else self._kernels.make_up
         self._windows: dict[tuple[int, int, int], Window] = {}  # that have been asked for in this step
+        self._left: tuple[slice, Tensor] | None = None  # some of x, as it was after the last step
 
     def before_step(self) -> None:
+        self._require_unchanged()
         if not self._started:
             self._started = True
             self._go_on_from(self._worker.moments())
@@ -102,10 +107,24 @@ class CommonAdam(Carried):
         self._is_fresh = False
         self._windows.clear()
         groups = self._worker.optimizer.param_groups
-        self.steps.append([Step(float(group["lr"]), *map(float, group["betas"])) for group in groups])
+        self.steps.append([Step.of(group) for group in groups])
         self.steering.shares.append(self.steering.share)
         past = max(0, len(self.steps) - (self._worker.step - min(since for _, since in self.since.entries)))
         del self.steps[:past], self.steering.shares[:past]
+
+    def leave(self, block: slice) -> None:
+        """At the end of a step: what of x is looked at again before the next."""
+        self._left = block, self._worker.x[block].clone()
+
+    def _require_unchanged(self) -> None:
+        """x is made anew from the common vectors and m when its turn comes, so that what others do to it is lost."""
+        if self._left is None or torch.equal(self._worker.x[self._left[0]], self._left[1]):
+            return
+        raise ValueError(
+            f"with moments='common' parameters must be changed by optimizer.step() alone, and between steps "
+            f"{self._worker.step - 1} and {self._worker.step} something else has changed some: such changes would be "
+            f"lost; moments='local' keeps them"
+        )
 
     def take(self, piece: Piece, part: slice) -> Tensor:
         piece.kept[part.start] = least = least_units(self.v_hat[part])
@@ -193,7 +212,7 @@ class CommonAdam(Carried):
         if any(numbers != by_rank[0] for numbers in by_rank):
             listed = "; ".join(f"{numbers} on rank {rank}" for rank, numbers in enumerate(by_rank))
             raise ValueError(
-                f"learning rates and betas must be the same on all ranks, "
+                f"{', '.join(Step._fields)} must be the same on all ranks, "
                 f"and at step {step} are, group by group, {listed}"
             )
         self.steering.hear([one[-1] for one in told])
@@ -270,8 +289,14 @@ class CommonAdam(Carried):
         self.since.entries, self.count = saved["since"], saved["count"]
         self.steps = [[Step(*group) for group in step] for step in saved["steps"]]
         self.steering.load_state_dict(saved["steering"])
-        self._vectors, self._started = None, self._worker.step > 0
+        self._vectors, self._started, self._left = None, self._worker.step > 0, None
         self._windows.clear()
+
+
+def makes_steps_of_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """A subclass may make others. (torch wraps `step` when the first of a class is made.)"""
+    step = inspect.unwrap(type(optimizer).step)
+    return any(step is inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW))
 
 
 def find_kernels(x: Tensor) -> ModuleType | None:

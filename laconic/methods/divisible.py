@@ -14,31 +14,18 @@ from torch import Tensor
 
 from laconic.checkpoint import with_tensors
 from laconic.comm import Comm
-from laconic.compress import Compressor, Log, Pick, Uniform
+from laconic.compress import Compressor, Log, Uniform
 from laconic.method import Method, Replica, check_choice, check_count, state
 from laconic.methods.carried import Carried, Moment, Moves
+from laconic.methods.choice import CODES, LONGEST_COMMON, Choice
 from laconic.methods.common import CommonAdam
 from laconic.methods.correction import Correction
 from laconic.methods.means import Coders, GatheredMean, Mean, MeanOfCodes, OwnersMean, PlainMean
-from laconic.methods.pace import Pace
 from laconic.methods.pieces import Piece, foreground_block, in_grains
-from laconic.methods.steering import Steering
 
-# The shortest periods that "auto" takes. Below, own work and messages take more from computing than freshness gives;
-# freshness gives more where workers are seen to hold unlike data ("common").
-LEAST_PLAIN, LEAST_CODED, LEAST_UNLIKE = 2, 4, 3
-# Of the background, if none is asked for: the next where a link is too slow for the one before. Where workers are seen
-# to hold unlike data, only the first two: others cost one or two points of accuracy there. The last one only after
-# some steps in a row in which there was no sign of that: with it, it is seen much later.
-CODES = (Uniform(bits=4), Uniform(bits=3), Pick(of=4), Pick(of=7))
-FINE, SEEING = 2, 3  # so many of them do for unlike data; with so many it is seen
-QUIET = 96
-LOOKED = 192  # steps after which no better code is waited for
 FOREGROUND_CODE = Uniform(bits=8)  # a byte from each to each; what it loses is kept in m
 MANY = 8  # workers from which on that is no less than a mean in all bits
 GRADIENT_CODE = Log(bits=4)  # gradients spread over powers of ten, where steps of Adam are nearly alike
-# The longest period for which "common" is the default: it knows only the latest gradients of a window, as m does.
-LONGEST_COMMON = 8
 FEW = 4  # workers up to which a coded mean goes in one hop by default, with n/2 times the bytes of two
 SMOOTHING = 0.9  # of the metrics, from step to step
 
@@ -75,7 +62,7 @@ class Divisible(Method):
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
     compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("common",
     "local"), 2 ("corrected") or 1 + those averaged. "common" with codes in one hop has the foreground in 8 bits, about
-    (n−1)⌈d/R⌉ bytes, and adds the learning rates.
+    (n−1)⌈d/R⌉ bytes, and adds what the step was made with, 40 bytes a parameter group.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
@@ -95,7 +82,7 @@ class Divisible(Method):
     column: int = state(0)  # where the next piece begins
 
     _flying: list[Piece] = field(default_factory=list, init=False, repr=False, compare=False)
-    _pace: Pace | None = field(default=None, init=False, repr=False, compare=False)
+    _choice: Choice | None = field(default=None, init=False, repr=False, compare=False)
     _waiting: float = field(default=0.0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -132,10 +119,8 @@ class Divisible(Method):
         if moments == "corrected":
             self._correction = Correction(worker)
         if self.period == "auto":
-            least = LEAST_PLAIN if self.background is None else LEAST_CODED
-            codes = CODES if self.background == "auto" and self._common is not None else CODES[:1]
-            sizes = [code.nbytes(worker.x.numel()) for code in codes]
-            self._pace = Pace(comm, max(least, self._journey(comm.size)), self.max_period, sizes, SEEING)
+            journey, is_common = self._journey(comm.size), self._common is not None
+            self._choice = Choice(comm, worker.x, self.background, journey, self.max_period, is_common=is_common)
         channel, code = comm.channel("background"), self._code()
         if code is None:
             self._mean = PlainMean(channel, worker.x.numel())
@@ -147,7 +132,7 @@ class Divisible(Method):
     def _code(self) -> Compressor | None:
         """Of the background, now."""
         if self.background == "auto":
-            return CODES[self._pace.code if self._pace is not None else 0]
+            return CODES[0] if self._choice is None else self._choice.compressor
         return self.background
 
     def _hops(self, workers: int) -> int:
@@ -187,16 +172,20 @@ class Divisible(Method):
         computed = comm.now()
         if self._common is not None:
             self._common.after_step()
-        finish = self._foreground(worker)
+        block = foreground_block(worker.step, worker.x.numel(), self.ratio)
+        finish = self._foreground(worker, block)
         if self._mean is not None:
             self._receive(worker, self._mean, worker.step)
         finish()
         if self._mean is not None:
-            if self._pace is not None and self._common is not None:
-                self._follow_data(worker, self._mean, self._pace, self._common.steering)
+            choice, common = self._choice, self._common
+            if choice is not None and common is not None and choice.follow_data(worker.step, common.steering):
+                self._follow(worker, self._mean, choice)
             self._send(worker, self._mean)
-            if self._pace is not None and self._pace.is_measuring(worker.step):
-                self._measure(worker, self._mean, self._pace, computed)
+            if choice is not None and choice.is_measuring(worker.step):
+                self._measure(worker, self._mean, choice, computed)
+        if self._common is not None:
+            self._common.leave(block)
         self._note_waiting(comm)
 
     def drain(self, worker: Replica) -> None:
@@ -239,10 +228,9 @@ class Divisible(Method):
             vectors.append(self._correction)
         return vectors
 
-    def _foreground(self, worker: Replica) -> Callable[[], None]:
+    def _foreground(self, worker: Replica, block: slice) -> Callable[[], None]:
         """Begin, and give what is to be done at the end. What has come in the background is seen to in between, while
         others are on their way; it is not sent in between, where it would be in the foreground's way."""
-        block = foreground_block(worker.step, worker.x.numel(), self.ratio)
         workers = worker.comm.size
         if self._common is not None and self.background is not None and self._hops(workers) == 1 and workers < MANY:
             return self._common.tell(block, FOREGROUND_CODE)
@@ -279,11 +267,11 @@ class Divisible(Method):
                 self._flying.append(piece)
 
     def _period(self) -> int:
-        if self._pace is not None:
-            return self._pace.period
+        if self._choice is not None:
+            return self._choice.period
         return self.period if isinstance(self.period, int) else 0
 
-    def _measure(self, worker: Replica, mean: Mean, pace: Pace, computed: float) -> None:
+    def _measure(self, worker: Replica, mean: Mean, choice: Choice, computed: float) -> None:
         """Wait for the messages on their way now, to see how long they take. They are applied when they are due."""
         comm = worker.comm
         started = [piece for piece in self._flying if piece.due == worker.step + self.delay]
@@ -299,30 +287,18 @@ class Divisible(Method):
         transfer = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
         if self._left is not None:
             columns = sum(piece.parts[0].stop - piece.parts[0].start for piece in started)
-            pace.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
-        self._follow_pace(worker, mean, pace)
+            choice.add(worker.step, computed - self._left, transfer * mean.messages * mean.layout.row / columns)
+        self._follow(worker, mean, choice)
 
-    def _follow_data(self, worker: Replica, mean: Mean, pace: Pace, steering: Steering) -> None:
-        """Unlike data asks for a shorter period and finer codes; where it is alike, the coarsest will do."""
-        allowed = pace.allowed
-        if steering.data_is_unlike:
-            pace.lower(max(LEAST_UNLIKE, self._journey(worker.comm.size)))
-            pace.allow(min(FINE, pace.allowed))
-        elif steering.quiet >= QUIET and pace.allowed == SEEING:
-            pace.allow(len(CODES))
-        if pace.allowed != allowed or worker.step == LOOKED:
-            self._follow_pace(worker, mean, pace)
-
-    def _follow_pace(self, worker: Replica, mean: Mean, pace: Pace) -> None:
+    def _follow(self, worker: Replica, mean: Mean, choice: Choice) -> None:
         """With other moments or another code, if that is what the period asks for."""
-        has_chosen = pace.is_settled and (pace.allowed != SEEING or worker.step >= LOOKED)
-        if has_chosen and pace.period > LONGEST_COMMON and self.moments is None and self._common is not None:
+        if self.moments is None and self._common is not None and choice.is_too_long_for_common(worker.step):
             # From here on "local": own steps since the common vectors were made are moves like any others.
             self.drain(worker)
             self._common = None
             if isinstance(mean, OwnersMean):
                 mean.residuals = []  # they are of gains
-            pace.allow(1)
+            choice.look_no_more()
         if isinstance(mean, MeanOfCodes) and mean.coders.first != self._code():
             self.drain(worker)  # with the old one
             self._recode()
@@ -347,7 +323,7 @@ class Divisible(Method):
             "residuals": self._mean.residuals if isinstance(self._mean, OwnersMean) else [],
             **({} if self._adam is None else {"common": [self._common.state_dict()] if self._common else []}),
             "correction": self._correction.state_dict() if self._correction is not None else None,
-            "pace": self._pace.state_dict() if self._pace is not None else None,
+            "pace": self._choice.state_dict() if self._choice is not None else None,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -363,7 +339,7 @@ class Divisible(Method):
             self._common.load_state_dict(*common)
         if self._correction is not None:
             self._correction.load_state_dict(correction)
-        if self._pace is not None:
-            self._pace.load_state_dict(pace)
+        if self._choice is not None:
+            self._choice.load_state_dict(pace)
             self._recode()
         super().load_state_dict(own)

@@ -30,16 +30,26 @@ class Pace:
     `allowed` of them may be chosen, and until there are measurements the smallest is.
     """
 
-    def __init__(self, comm: Comm, least: int, most: int, sizes: Sequence[float] = (1.0,), allowed: int = 1) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        least: int,
+        most: int,
+        sizes: Sequence[float] = (1.0,),
+        allowed: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
         self.least, self.most = min(least, most), most
         self.allowed = min(allowed, len(sizes))
+        self.hoped = len(sizes)  # so many may be allowed yet
         self.code = self.allowed - 1  # its number among the sizes
         self._sizes, self._asked = list(sizes), self.least
         self.period = max(self.least, min(START, most))
         self.samples: list[list[float]] = []  # [seconds of computing, seconds of a full transfer]
         self.measured: list[float] = []  # the same, as last agreed
         self.next_window, self.rounds = FIRST, 0
-        self._comm, self._warned = comm, False
+        self.has_warned = False
+        self._comm, self._device = comm, device
 
     @property
     def is_settled(self) -> bool:
@@ -55,9 +65,10 @@ class Pace:
         self.samples.append([computing, transfer])
         if len(self.samples) < WINDOW:
             return
-        own = torch.tensor([statistics.median(column) for column in zip(*self.samples, strict=True)])
+        medians = [statistics.median(column) for column in zip(*self.samples, strict=True)]
+        own = torch.tensor(medians, dtype=torch.float64, device=self._device)
         # The slowest worker sets the time of a step, and the slowest link that of a transfer.
-        computing, transfer = torch.stack(self._comm.all_gather(own.double())).amax(0).tolist()
+        computing, transfer = torch.stack(self._comm.all_gather(own)).amax(0).tolist()
         self.measured = [computing, self._choose(computing, transfer)]
         self._decide(*self.measured)
         self.samples = []
@@ -75,6 +86,8 @@ class Pace:
         """The first so many. On all ranks in the same step."""
         if codes == self.allowed:
             return
+        if codes < self.allowed:
+            self.hoped = codes
         self.allowed = min(codes, len(self._sizes))
         self.samples = []  # they are of the code before
         if self.is_settled:
@@ -100,8 +113,9 @@ class Pace:
 
     def _decide(self, computing: float, transfer: float) -> None:
         needed = max(self.least, math.ceil(MARGIN * transfer / max(computing, 1e-9)))
-        if needed > self.most and self.rounds >= ROUNDS - 1 and not self._warned:
-            self._warned = True
+        at_best = MARGIN * transfer * self._sizes[self.hoped - 1] / self._sizes[self.code]
+        if at_best > self.most * computing and self.rounds >= ROUNDS - 1 and not self.has_warned:
+            self.has_warned = True
             if self._comm.rank == 0:
                 warnings.warn(
                     f"the link is too slow for max_period={self.most}: sending everything takes {transfer:.3g} s "
@@ -114,7 +128,18 @@ class Pace:
             self.period = min(needed, self.most)
 
     def state_dict(self) -> dict[str, object]:
-        names = ("period", "least", "code", "allowed", "samples", "measured", "next_window", "rounds")
+        names = [
+            "period",
+            "least",
+            "code",
+            "allowed",
+            "hoped",
+            "samples",
+            "measured",
+            "next_window",
+            "rounds",
+            "has_warned",
+        ]
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, saved: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 2048
-LEAST_UNIT = 0.01  # of the largest in its block
+LEAST_UNIT = 1e-3  # of the largest in its block
 NOISE = 0.5  # the share of a surprise that is noise; the rest is that gradients have changed
 TINY = 1e-12
 HALF_BIAS = 0x1FBD1DF5  # about half the bits of 1.0
@@ -39,6 +39,13 @@ class Step(NamedTuple):
     lr: float
     beta1: float
     beta2: float
+    eps: float
+    weight_decay: float  # AdamW's; Adam's is part of the gradient
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Step:
+        decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+        return cls(*map(float, (group["lr"], *group["betas"], group["eps"], decay)))
 
 
 class Window(NamedTuple):
@@ -68,14 +75,13 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, group: dict[str, Any], steps: Sequence[Step], count: int, shares: Sequence[float]) -> Window:
         """`count`: the number of the optimizer's steps before these; `shares`: by which a worker steered in them."""
-        k, (beta1, beta2) = len(steps), steps[-1][1:] if steps else group["betas"]
-        shrink = group["weight_decay"] * group["decoupled_weight_decay"]
+        k, (_, beta1, beta2, eps, _) = len(steps), steps[-1] if steps else Step.of(group)
         kept_m = kept_v = decay = 1.0
         coast = push = 0.0
         for i, step in enumerate(steps, start=count + 1):
             kept_m *= step.beta1
             kept_v *= step.beta2
-            rate, left = step.lr / (1 - step.beta1**i), 1 - step.lr * shrink
+            rate, left = step.lr / (1 - step.beta1**i), 1 - step.lr * step.weight_decay
             coast = coast * left + kept_m * rate
             push = push * left + (1 - kept_m) * rate
             decay *= left
@@ -90,7 +96,7 @@ class Window(NamedTuple):
             before=1 / (1 - beta1**count) if count else 0.0,
             noise=NOISE * (k_e - 1) / (1 + k_e / ratio),
             unbiased=1 / (1 - beta2 ** (count + k)),
-            eps=group["eps"],
+            eps=eps,
             decay=decay,
             coast=coast,
             push=spread * push,

@@ -30,12 +30,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"adam": adam, "adamw": adamw}
-ORACLE: dict[int, list[tuple[str, int, int, int, Compressor | None]]] = {
-    # workers: optimizer, ratio, period, delay, background
+ORACLE: dict[int, list[tuple[str, int, int, int, Compressor | None, int]]] = {
+    # workers: optimizer, ratio, period, delay, background, hops
     # (few with many: on two cores, four wait long for each other)
-    2: [("adam", 8, 2, 2, None), ("adamw", 1024, 4, 1, Uniform(8)), ("adam", 83, 1, 1, None)],
-    3: [("adamw", 16, 5, 3, None)],
-    4: [("adam", 16, 3, 1, Uniform(4))],
+    2: [("adam", 8, 2, 2, None, 1), ("adamw", 1024, 4, 1, Uniform(8), 1), ("adam", 83, 1, 1, None, 1)],
+    3: [("adamw", 16, 5, 3, None, 1), ("adam", 16, 4, 1, Uniform(8), 2)],
+    4: [("adam", 16, 3, 1, Uniform(8), 1)],
 }
 
 
@@ -45,13 +45,17 @@ def test_agrees_with_the_oracle_for_200_steps(workers: int) -> None:
 
     def run() -> list[list[Tensor]]:
         return [
-            train(laconic.Divisible(ratio, period, "common", background, delay=delay), OPTIMIZERS[optimizer], steps)
-            for optimizer, ratio, period, delay, background in ORACLE[workers]
+            train(
+                laconic.Divisible(ratio, period, "common", background, delay=delay, hops=hops if background else None),
+                OPTIMIZERS[optimizer],
+                steps,
+            )
+            for optimizer, ratio, period, delay, background, hops in ORACLE[workers]
         ]
 
     results = laconic.spawn(run, workers)
-    for case, (optimizer, ratio, period, delay, background) in enumerate(ORACLE[workers]):
-        expected = common_adam(OPTIMIZERS[optimizer], workers, steps, ratio, period, delay, background)
+    for case, (optimizer, *settings) in enumerate(ORACLE[workers]):
+        expected = common_adam(OPTIMIZERS[optimizer], workers, steps, *settings)
         for worker in range(workers):
             torch.testing.assert_close(
                 torch.stack(results[worker][case][:steps]),
@@ -114,6 +118,7 @@ def test_invariants_also_while_messages_are_in_flight(workers: int, unlike: floa
         assert by_step[-1][0][4] > 0.2
     for ranks in by_step:
         assert all(torch.equal(common, ranks[0][0]) for common, *_ in ranks)
+        assert ranks[0][0][2 * d :].min() >= 0
         expected = 0.9 * expected + 0.1 * ranks[0][2]
         if settings.get("hops") != 2:
             torch.testing.assert_close(torch.stack([m for _, m, *_ in ranks]).mean(0), expected, rtol=0, atol=2e-6)
@@ -139,9 +144,16 @@ def test_kernels_give_the_same_bits(
     has_units: bool,
     share: float,
 ) -> None:
-    group = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": weight_decay, "decoupled_weight_decay": True}
-    window = Window.of(group, [Step(rate, 0.9, 0.99) for rate in rates], count, [share] * len(rates))
-    now = Window.of(group, [Step(rate, 0.9, 0.99) for rate in since], count + len(rates), [share] * len(since))
+    group = {
+        "lr": 0.0,
+        "betas": (0.9, 0.99),
+        "eps": 1e-8,
+        "weight_decay": weight_decay,
+        "decoupled_weight_decay": True,
+    }
+    made, after = ([Step.of(group | {"lr": rate}) for rate in each] for each in (rates, since))
+    window = Window.of(group, made, count, [share] * len(made))
+    now = Window.of(group, after, count + len(made), [share] * len(after))
     generator = torch.Generator().manual_seed(d)
     values = torch.randn(9, d, generator=generator) * torch.exp(3 * torch.randn(9, d, generator=generator))
     values[[2, 5]] = values[[2, 5]].square() * (torch.rand(2, d, generator=generator) > 0.1)
@@ -376,26 +388,119 @@ def test_a_parameter_that_only_one_worker_has_gradients_for() -> None:
         torch.testing.assert_close(one, torch.full((60,), -3.0), rtol=0.25, atol=0)
 
 
-@pytest.mark.parametrize("background", [None, Uniform(4)])
-def test_learning_rates_that_differ_between_ranks_are_noticed(background: Any) -> None:
+@pytest.mark.parametrize(
+    ("background", "name", "value"), [(None, "lr", 0.011), (Uniform(4), "lr", 0.011), (Uniform(4), "weight_decay", 0.2)]
+)
+def test_settings_that_differ_between_ranks_are_noticed(background: Any, name: str, value: float) -> None:
     def run() -> str:
         model = build_model()
-        optimizer = adam(model)
+        optimizer = adamw(model)
         with (
             pytest.raises(ValueError) as error,
             laconic.Worker(model, optimizer, laconic.Divisible(8, 2, background=background)) as worker,
         ):
             for step in range(10):
-                optimizer.param_groups[0]["lr"] = 0.011 if worker.rank == 1 and step == 6 else 0.01
+                if worker.rank == 1 and step == 6:
+                    optimizer.param_groups[0][name] = value
                 train_step(model, optimizer, worker.rank, step)
         return str(error.value)
 
+    usual = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    by_rank = [list(usual.values()), list((usual | {name: value}).values()), list(usual.values())]
     for text in laconic.spawn(run, 3):
-        expected = [f"[{rate}, 0.9, 0.999] on rank {rank}" for rank, rate in enumerate((0.01, 0.011, 0.01))]
         assert text == (
-            "learning rates and betas must be the same on all ranks, and at step 7 are, group by group, "
-            + "; ".join(expected)
+            "lr, beta1, beta2, eps, weight_decay must be the same on all ranks, and at step 7 are, group by group, "
+            + "; ".join(f"{numbers} on rank {rank}" for rank, numbers in enumerate(by_rank))
         )
+
+
+def test_weight_decay_that_a_schedule_changes() -> None:
+    """What is made up for later has the decay of its step: with no gradients, x is what AdamW alone makes of it."""
+    d, steps = 40, 25
+
+    def run() -> tuple[Tensor, Tensor]:
+        models = [nn.Linear(d, 1, bias=False) for _ in range(2)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+        torch.nn.init.ones_(models[0].weight)
+        torch.nn.init.ones_(models[1].weight)
+        with laconic.Worker(models[0], optimizers[0], laconic.Divisible(64, 3, "common", Uniform(4))):
+            for step in range(steps):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.param_groups[0]["weight_decay"] = 0.02 * step
+                    model.weight.grad = torch.zeros_like(model.weight)
+                    optimizer.step()
+        return models[0].weight.detach().clone(), models[1].weight.detach().clone()
+
+    for together, alone in laconic.spawn(run, 2):
+        assert alone.max() < 0.7
+        torch.testing.assert_close(together, alone)
+
+
+def test_changes_of_x_beside_the_optimizer_are_refused() -> None:
+    """They would be lost when x is made anew."""
+
+    def run() -> tuple[str, int]:
+        model = build_model()
+        optimizer = adam(model)
+        method = laconic.Divisible(4, 3)
+        with (
+            pytest.raises((ValueError, laconic.PeerError)) as error,
+            laconic.Worker(model, optimizer, method) as worker,
+        ):
+            for step in range(40):
+                train_step(model, optimizer, worker.rank, step)
+                if worker.rank == 1 and step >= 20:
+                    with torch.no_grad():
+                        next(model.parameters())[0, 0] += 0.1
+        return str(error.value), worker.step
+
+    (other, _), (own, step) = laconic.spawn(run, 2)
+    assert 22 <= step <= 26, "each coordinate is looked at once in 4 steps"
+    assert own == (
+        f"with moments='common' parameters must be changed by optimizer.step() alone, and between steps {step - 1} and "
+        f"{step} something else has changed some: such changes would be lost; moments='local' keeps them"
+    )
+    assert f"rank 1 failed at step {step}: ValueError: {own}" in other
+
+
+class Shorter(torch.optim.Adam):
+    """Not Adam's steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        super().step(closure)
+        with torch.no_grad():
+            for p, x in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+                p.copy_(x + 0.1 * (p - x))
+
+
+class Renamed(torch.optim.AdamW):
+    """Its steps are."""
+
+
+def test_only_steps_of_adam_are_taken_for_such() -> None:
+    d, steps = 64, 20
+
+    def run() -> list[tuple[bool, float]]:
+        results = []
+        for kind in (Shorter, Renamed):
+            model = nn.Linear(d, 1, bias=False)
+            torch.nn.init.zeros_(model.weight)
+            optimizer = kind(model.parameters(), lr=0.01)
+            with laconic.Worker(model, optimizer, laconic.Divisible(8, 2)) as worker:
+                own: Any = worker.method
+                for _ in range(steps):
+                    model.weight.grad = torch.ones_like(model.weight)
+                    optimizer.step()
+                is_common = own._common is not None
+            results.append((is_common, model.weight.mean().item()))
+        return results
+
+    for (shorter_is_common, shorter), (renamed_is_common, renamed) in laconic.spawn(run, 2):
+        assert not shorter_is_common
+        assert shorter == pytest.approx(-0.001 * steps, rel=0.01)
+        assert renamed_is_common
+        assert renamed == pytest.approx(-0.01 * steps, rel=0.2)
 
 
 def test_betas_that_a_schedule_changes() -> None:
@@ -483,6 +588,7 @@ def test_which_moments_when_none_are_asked_for() -> None:
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), {}, "moments='common' is for Adam and AdamW, not SGD"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), {}, "moments='common' needs amsgrad=False"),
+        (lambda p: torch.optim.Adam(p, eps=0.0), {}, "moments='common' needs eps above 0: "),
         (
             torch.optim.Adam,
             {"period": 2, "hops": 2, "delay": 2},
@@ -552,7 +658,8 @@ def test_codes_are_settled_in_one_pass_as_step_by_step() -> None:
             for in_one_pass in (True, False):
                 generator.manual_seed(5)
                 own = CommonAdam(worker, torch.zeros(d))
-                own.steps, own.steering.shares = [[Step(0.01, 0.9, 0.999), Step(0.02, 0.9, 0.999)]] * 3, [0.0, 0.3, 0.3]
+                own.steps = [[Step(rate, 0.9, 0.999, 1e-8, 0.0) for rate in (0.01, 0.02)]] * 3
+                own.steering.shares = [0.0, 0.3, 0.3]
                 own.since.raise_to(slice(100, 2500), 1)
                 own.since.raise_to(slice(2600, 2650), 2)
                 vectors = own._own()
@@ -588,7 +695,7 @@ def test_with_a_long_period_workers_change_to_local(tmp_path: Any, settings: Any
         chosen, common_x = [], []
         with laconic.Worker(model, optimizer, laconic.Divisible(8, **settings)) as worker:
             own: Any = worker.method
-            own._pace._decide = lambda computing, transfer: setattr(own._pace, "period", 20)
+            own._choice._decide = lambda computing, transfer: setattr(own._choice, "period", 20)
             for _ in range(60):
                 model.weight.grad = torch.full((1, 200), 3.0 if worker.rank == 0 else 1.0)
                 optimizer.step()

@@ -103,7 +103,7 @@ def test_auto_takes_a_shorter_period_for_unlike_data(unlike: float, period: floa
     def run() -> list[float]:
         periods = []
         with (training := Training(unlike, period="auto")).worker:
-            pace = training.method._pace
+            pace = training.method._choice
             pace.add = lambda step, computing, transfer, add=pace.add: add(step, 1.0, 1e-3)  # a fast link
             for step in range(60):
                 training.run(step, step + 1)

@@ -19,10 +19,19 @@ def about_root(x: Tensor) -> Tensor:
     return torch.where(x > 0, torch.exp2(half.floor()) * (1 + half - half.floor()), 0.0)
 
 
-def coded(vectors: list[Tensor], v_hat: Tensor, compressor: Compressor) -> list[Tensor]:
+def units(v_hat: Tensor) -> Tensor:
     root = about_root(v_hat)
-    unit = torch.maximum(root, 0.01 * root.max() + 1e-12)
+    return torch.maximum(root, 1e-3 * root.max() + 1e-12)
+
+
+def coded(vectors: list[Tensor], unit: Tensor, compressor: Compressor) -> list[Tensor]:
     return [compressor.decode(compressor.encode(own / unit), len(own)) * unit for own in vectors]
+
+
+def lasting(products: float, squares: float) -> float:
+    """The share of a difference in the next one."""
+    share = products / squares if squares else 0.0
+    return min(share, 1.0) if share >= 0.1 else 0.0
 
 
 def adam_window(
@@ -58,8 +67,9 @@ def common_adam(
     period: int,
     delay: int,
     background: Compressor | None = None,
+    hops: int = 1,
 ) -> list[list[Tensor]]:
-    """For each step, x of each worker.
+    """For each step, x of each worker. In two hops, `owed` is what owners have not passed on.
 
     Beside m, `steer` says what a worker has steered by since the common vectors are of, as m would hold it.
     """
@@ -71,16 +81,26 @@ def common_adam(
     d = len(x_hat)
     m_hat, v_hat, since = torch.zeros(d), torch.zeros(d), torch.zeros(d, dtype=torch.int64)
     blocks = foreground_blocks(d, ratio)
-    pieces = [list(range(d)[i : i + -(-d // period)]) for i in range(0, d, -(-d // period))]
-    flying: list[tuple[int, list[int], list[Tensor]]] = []
+    every = min(hops, period)
+    row = -(-d // (workers if hops == 2 else 1))
+    length = -(-row * every // period)
+    # Each the same columns of all rows, one after the other.
+    pieces = [
+        [list(range(d)[start + i : min(start + i + length, start + row)]) for start in range(0, d, row)]
+        for i in range(0, row, length)
+    ]
+    flying: list[tuple[int, list[list[int]], list[list[Tensor]], list[Tensor]]] = []
+    passed_on: dict[int, list[Tensor]] = {}  # by the step a piece was sent in
+    owed = torch.zeros(d)
     apart, steer = torch.zeros(workers, d), torch.zeros(workers, d)
     shares = [[0.0] for _ in range(workers)]  # by step, from 1 on
     seen = [(0.0, 0.0) for _ in range(workers)]
+    has_seen = [False] * workers  # something that lasts, once
     path = []
     for step in range(1, steps + 1):
         for i in range(workers):
             loss(models[i], i, step - 1).backward()
-            shares[i].append(min(share, 1.0) if (share := seen[i][0] / (seen[i][1] or 1.0)) >= 0.1 else 0.0)
+            shares[i].append(lasting(*seen[i]))
             start = 0
             for p in models[i].parameters():
                 assert p.grad is not None
@@ -100,13 +120,15 @@ def common_adam(
             until: int,
             where: list[int],
             told: list[Tensor],
+            mean: Tensor | None = None,
             step: int = step,
             x: list[Tensor] = x,
             m: list[Tensor] = m,
             v: list[Tensor] = v,
             is_fresh: bool = False,
+            share: float = 1.0,  # of a piece
         ) -> None:
-            mean = torch.stack(told).mean(0)
+            mean = torch.stack(told).mean(0) if mean is None else mean
             pairs: list[list[Tensor]] = [[] for _ in range(workers)]  # apart and that before, by worker
             for began in since[where].unique().tolist():
                 here = since[where] == began
@@ -119,7 +141,7 @@ def common_adam(
                 for i in range(workers):
                     change = mean[here] - told[i][here]
                     before = apart[i, at].double()
-                    if not is_fresh or any(shares[i]):
+                    if not is_fresh or has_seen[i]:
                         apart[i, at] = change / (1 - B1 ** (until - began))
                     pairs[i].append(torch.stack([apart[i, at].double(), before]))
                     again = sum((1 - B1) * B1 ** (step - j) * shares[i][j] for j in range(until + 1, step + 1))
@@ -135,18 +157,39 @@ def common_adam(
             if not is_fresh:
                 for i in range(workers):
                     new, old = torch.cat(pairs[i], 1) if pairs[i] else torch.zeros(2, 1).double()
-                    seen[i] = 0.95 * seen[i][0] + float(old @ new), 0.95 * seen[i][1] + float(old @ old)
+                    kept = 0.95**share
+                    seen[i] = kept * seen[i][0] + float(old @ new), kept * seen[i][1] + float(old @ old)
+                    has_seen[i] |= lasting(*seen[i]) > 0
 
         block = list(blocks[step % len(blocks)])
-        told = gains(block) if background is None else coded(gains(block), v_hat[block], Uniform(8))
+        in_8_bits = background is not None and hops == 1
+        told = coded(gains(block), units(v_hat[block]), Uniform(8)) if in_8_bits else gains(block)
         make_up(step, block, told, is_fresh=True)
 
-        if flying and flying[0][0] + delay == step:
-            make_up(*flying.pop(0))
+        for sent, parts, messages, unit in list(flying):
+            if hops == 2 and sent + delay == step:
+                assert background is not None
+                passed_on[sent] = []
+                for part, message, one in zip(parts, messages, unit, strict=True):
+                    counts = since[part] < sent  # else the foreground has been here
+                    mean = torch.where(counts, torch.stack(message).mean(0) + owed[part], 0.0)
+                    (said,) = coded([mean], one, background) if part else [mean]
+                    owed[part] = torch.where(counts, mean - said, owed[part])
+                    passed_on[sent].append(said)
+            if sent + hops * delay == step:
+                flying.pop(0)
+                means = passed_on.pop(sent, [None] * len(parts))
+                for part, message, mean in zip(parts, messages, means, strict=True):
+                    make_up(sent, part, message, mean, share=len(part) / sum(map(len, parts)))
 
-        piece = pieces[(step - 1) % len(pieces)]
-        told = gains(piece) if background is None else coded(gains(piece), v_hat[piece], background)
-        flying.append((step, piece, told))
+        if step % every == 0:
+            parts = pieces[(step // every - 1) % len(pieces)]
+            unit = [units(v_hat[part]) if part else torch.ones(0) for part in parts]
+            messages = [
+                gains(part) if background is None or not part else coded(gains(part), one, background)
+                for part, one in zip(parts, unit, strict=True)
+            ]
+            flying.append((step, parts, messages, unit))
 
         for i in range(workers):
             nn.utils.vector_to_parameters(x[i].clone(), models[i].parameters())

@@ -22,19 +22,7 @@ from laconic.compress.kernels.bits import (
     unpack_fields,
     unpack_sequence,
 )
-from laconic.compress.kernels.blockwise import (
-    LANES,
-    MINUS_ZERO,
-    TINY,
-    middle_of,
-    quantize_block,
-    scale_of,
-    scales_are_valid,
-    splitmix64,
-    stride_of,
-    ternary_codes,
-    uniform_codes,
-)
+from laconic.compress.kernels.blockwise import LANES, MINUS_ZERO, scale_of, scales_are_valid, stride_of
 from laconic.compress.kernels.dense import add_scaled
 from laconic.compress.kernels.levels import (
     EVEN,
@@ -49,6 +37,14 @@ from laconic.compress.kernels.levels import (
     levels_of_quarters,
 )
 from laconic.compress.kernels.pick import add_picked, pick_codes
+from laconic.compress.kernels.quantize import (
+    TINY,
+    middle_of,
+    quantize_block,
+    splitmix64,
+    ternary_codes,
+    uniform_codes,
+)
 
 
 @njit(nogil=True, cache=True)
