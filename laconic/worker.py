@@ -30,8 +30,8 @@ class Worker:
         model: the bare module, on its device, in its dtype; compiled or not.
         optimizer: any `torch.optim` optimizer over the model's parameters. What it does not train stays rank 0's.
         method: the worker works on a copy, `worker.method`.
-        timeout: seconds that one wait for other workers may last. A rank that fails is noticed within seconds; the
-            time-out is for one that hangs.
+        timeout: seconds that one wait for other workers may last; at the start, until all have come, at least 60. A
+            rank that fails is noticed within seconds; the time-out is for one that hangs.
         seed: of `worker.generator`, the same on all ranks.
         comm: instead of torch.distributed.
     """

@@ -275,6 +275,14 @@ def test_a_rank_that_never_comes() -> None:
     assert text == "PeerError: rank 0: the opening of the foreground channel at step 0 waited 2 s for rank 1"
 
 
+def test_a_rank_that_starts_later_than_the_time_out_of_a_step() -> None:
+    def run() -> str:
+        time.sleep(4.5 * rank())
+        return told(lambda worker: train_steps(worker, 2), timeout=4.0)
+
+    assert laconic.spawn(run, 2) == ["no error", "no error"]
+
+
 @dataclass
 class Fragile(laconic.Method):
     """Cannot be set up on rank 1."""

@@ -17,6 +17,8 @@ from laconic.comm.solo import Solo
 
 # Launchers that say how many processes they start, but not what torch.distributed needs to find them.
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# Workers start seconds apart, as their hosts import and load: no time-out for steps is meant for that.
+ARRIVAL_SECONDS = 60.0
 
 
 def connect(device: torch.device, timeout: float) -> Comm:
@@ -29,7 +31,7 @@ def connect(device: torch.device, timeout: float) -> Comm:
             _warn_if_launched()
             return Solo()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout, ARRIVAL_SECONDS)))
     if dist.get_world_size() == 1:
         return Solo()
     store = dist.distributed_c10d._get_default_store()

@@ -174,7 +174,7 @@ def test_bad_ranks_and_lengths() -> None:
 
 def test_an_exchange_that_gets_no_answer_names_the_peer() -> None:
     def run() -> str:
-        c = comm(timeout=2.0)
+        c = comm(timeout=4.0)
         if rank() == 1:
             return ""
         try:
@@ -191,7 +191,7 @@ def test_an_exchange_that_gets_no_answer_names_the_peer() -> None:
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_gather_that_one_does_not_come_to_names_it(beside: bool) -> None:
     def run() -> str:
-        c = comm(timeout=2.0)
+        c = comm(timeout=4.0)
         c = c.channel() if beside else c
         if rank() == 1:
             return ""
