@@ -133,7 +133,7 @@ def fresh(method: Method) -> Method:
 
 
 def check_choice(name: str, value: object, choices: tuple[str | int | None, ...]) -> None:
-    if value not in choices:
+    if isinstance(value, bool) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -55,6 +56,7 @@ class Worker:
         self.generator = torch.Generator().manual_seed(seed)
         self._moment_names: list[str] | None = None
         self._lent = False
+        self._stepping: FrameType | None = None  # the call of optimizer.step() that is under way
         self.consensus_distance: float | None = None  # √ of the mean ‖x − x̄‖² over workers, at the last consensus()
         try:
             self.method, self._flat, self.fingerprint = self._join(method)
@@ -68,6 +70,8 @@ class Worker:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        # Before any other: what those do to x is done to what the method leaves there, whoever came first.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
 
     def _join(self, method: Method) -> tuple[Method, FlatParameters, dict[str, Any]]:
         """Flatten, and compare with the other ranks. A rank whose model is unfit still meets them, with its error."""
@@ -191,7 +195,7 @@ class Worker:
         checkpoint.require_same_form("worker", saved, self.state_dict())
         with torch.no_grad():
             self.x.copy_(saved["x"])
-        self.step = saved["step"]
+        self.step, self._stepping = saved["step"], None
         self.method.load_state_dict(checkpoint.cloned(saved["method"]))
         self.generator.set_state(saved["generator"])
 
@@ -229,8 +233,12 @@ class Worker:
             self.comm.fail(late)
             raise
 
-    @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        caller = sys._getframe(1)
+        if self._stepping is not None:
+            if is_within(self._stepping, caller):
+                return  # of a step() that calls its parent class's: torch runs all hooks for both
+            raise RuntimeError(f"optimizer.step() did not end at step {self.step}: go on from a checkpoint")
         # torch passes the optimizer itself as args[0]; whatever else there is must be a closure.
         if any(argument is not None and argument is not optimizer for argument in (*args, *kwargs.values())):
             raise ValueError("optimizer.step() must be called without a closure: gradients must be there before it")
@@ -240,13 +248,21 @@ class Worker:
             raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
         self._flat.check()
         self._begin_step()
+        self._stepping = caller
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if sys._getframe(1) is not self._stepping:
+            return
+        self._stepping = None
+        self._end_step()
 
     @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_step(self) -> None:
         start = self.comm.now()
         self.method.after_step(self)
         self.meter.add_method(self.comm.now() - start)
 
+    @torch.no_grad()
     def _begin_step(self) -> None:
         self.step += 1
         self.meter.begin_step(self.step)
@@ -291,3 +307,9 @@ class Worker:
         for buffer in buffers:
             if not buffer.is_floating_point():
                 buffer.copy_(self._control.broadcast(buffer, root=trained[0]))
+
+
+def is_within(call: FrameType, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import cloudpickle
 import torch
@@ -264,15 +265,16 @@ def test_nan_in_the_parameters_of_one_rank() -> None:
         assert text == "ValueError: parameters must be finite, and there are NaNs or infinities on rank 1"
 
 
-def test_a_rank_that_never_comes() -> None:
+def test_a_rank_that_comes_too_late_to_the_start() -> None:
     def run() -> str:
-        if rank() == 1:
-            torch.distributed.init_process_group("gloo")
-            return ""
-        return told(lambda worker: None, timeout=2.0)
+        import_module("laconic.comm.connect").ARRIVAL_SECONDS = 2.0  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo")
+        time.sleep(4.5 * rank())
+        return told(lambda worker: None, timeout=1.0)
 
-    text, _ = laconic.spawn(run, 2)
-    assert text == "PeerError: rank 0: the opening of the foreground channel at step 0 waited 2 s for rank 1"
+    first, late = laconic.spawn(run, 2)
+    assert first == "PeerError: rank 0: the start at step 0 waited 2 s for rank 1"
+    assert late == f"PeerError: rank 1: the start cannot end: {first.removeprefix('PeerError: ')}"
 
 
 def test_a_rank_that_starts_later_than_the_time_out_of_a_step() -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from laconic.comm.comm import Comm
+from laconic.comm.comm import Comm, PeerError
 from laconic.comm.distributed import DistributedComm
 from laconic.comm.meter import Meter
 from laconic.comm.register import Register
@@ -26,17 +26,24 @@ def connect(device: torch.device, timeout: float) -> Comm:
     if not dist.is_available():
         _warn_if_launched()
         return Solo()
+    patience = max(timeout, ARRIVAL_SECONDS)
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             _warn_if_launched()
             return Solo()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout, ARRIVAL_SECONDS)))
+        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
     if dist.get_world_size() == 1:
         return Solo()
     store = dist.distributed_c10d._get_default_store()
     register = Register(store, dist.get_rank(), dist.get_world_size(), timeout)
-    return DistributedComm("foreground", register, Meter(), "nccl" if device.type == "cuda" else "gloo")
+    try:
+        register.meet("the start", 0, None, timeout=patience)
+        register.look_for_failure("the start")  # of one that has come before, and has given up
+        return DistributedComm("foreground", register, Meter(), "nccl" if device.type == "cuda" else "gloo")
+    except PeerError as error:
+        register.fail(str(error))
+        raise
 
 
 def _warn_if_launched() -> None:

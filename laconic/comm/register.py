@@ -47,13 +47,13 @@ class Register:
         """The part of the job's store that belongs to this worker."""
         return self._store
 
-    def meet(self, what: str, step: int, note: Any) -> list[Any]:
+    def meet(self, what: str, step: int, note: Any, *, timeout: float | None = None) -> list[Any]:
         self._meetings += 1
         number = self._meetings
         if number > 2:  # all ranks came to the meeting before this one, so all have read the one before that
             self._store.delete_key(f"meet/{number - 2}/{self.rank}")
         self._store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
-        self._wait_for_members(number, what, step)
+        self._wait_for_members(number, what, step, timeout or self.timeout)
         signed = [json.loads(self._store.get(f"meet/{number}/{rank}")) for rank in self.members]
         if any(other[0] != what for other in signed):
             places = "; ".join(
@@ -62,8 +62,8 @@ class Register:
             raise PeerError(f"the ranks are at different places, all must come to the same: {places}")
         return [note for _, _, note, _ in signed]
 
-    def _wait_for_members(self, number: int, what: str, step: int) -> None:
-        deadline = time.monotonic() + self.timeout
+    def _wait_for_members(self, number: int, what: str, step: int, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         life = Life(self._store)
         while True:
             expected = [rank for rank in self.members if self.board is None or rank not in self.board.gone]
@@ -79,9 +79,7 @@ class Register:
                     self.board.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
                 self.board.look()
             elif time.monotonic() > deadline:
-                raise PeerError(
-                    f"rank {self.rank}: {what} at step {step} waited {self.timeout:g} s for {ranks(missing)}"
-                )
+                raise PeerError(f"rank {self.rank}: {what} at step {step} waited {timeout:g} s for {ranks(missing)}")
         if self.board is not None:
             self._agree_on_members(f"meet/{number}/members", expected)
 

@@ -30,6 +30,7 @@ from laconic.methods.windows import BLOCK, Cut, Run, Step, Vectors, Window, gain
 
 M, V = "exp_avg", "exp_avg_sq"
 LARGE = 1 << 10  # from here on the compiled kernels save more than it takes to load them
+LOOKED_AT = 256  # coordinates, spread over all of x, in which others' changes are looked for before each step
 
 
 class CommonAdam(Carried):
@@ -51,7 +52,7 @@ class CommonAdam(Carried):
     @staticmethod
     def settings(optimizer: torch.optim.Optimizer) -> str:
         """What else must be the same on all ranks. (What may change from step to step is compared in each: `Step`.)"""
-        names = ("betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+        names = ("decoupled_weight_decay", "maximize")
         return ", ".join(str({name: group[name] for name in names}) for group in optimizer.param_groups)
 
     def __init__(self, worker: Replica, x_hat: Tensor) -> None:
@@ -74,7 +75,7 @@ class CommonAdam(Carried):
         self._gain: Callable[..., Tensor] = gain if self._kernels is None else self._kernels.gain
         self._make_up: Callable[..., tuple[float, float]] = make_up if self._kernels is None else self._kernels.make_up
         self._windows: dict[tuple[int, int, int], Window] = {}  # that have been asked for in this step
-        self._left: tuple[slice, Tensor] | None = None  # some of x, as it was after the last step
+        self.leave()
 
     def before_step(self) -> None:
         self._require_unchanged()
@@ -112,18 +113,21 @@ class CommonAdam(Carried):
         past = max(0, len(self.steps) - (self._worker.step - min(since for _, since in self.since.entries)))
         del self.steps[:past], self.steering.shares[:past]
 
-    def leave(self, block: slice) -> None:
-        """At the end of a step: what of x is looked at again before the next."""
-        self._left = block, self._worker.x[block].clone()
+    def leave(self) -> None:
+        """The end of a step, or of a start: some of x is kept, each time some other, to be looked at in the next."""
+        apart = max(1, self._worker.x.numel() // LOOKED_AT)
+        here = slice(self._worker.step % apart, None, apart)
+        self._left = here, self._worker.x[here].clone()
 
     def _require_unchanged(self) -> None:
         """x is made anew from the common vectors and m when its turn comes, so that what others do to it is lost."""
-        if self._left is None or torch.equal(self._worker.x[self._left[0]], self._left[1]):
+        here, left = self._left
+        if torch.equal(self._worker.x[here], left):
             return
         raise ValueError(
             f"with moments='common' parameters must be changed by optimizer.step() alone, and between steps "
             f"{self._worker.step - 1} and {self._worker.step} something else has changed some: such changes would be "
-            f"lost; moments='local' keeps them"
+            f"lost; moments='local' keeps them (weights to begin with: before the worker is made)"
         )
 
     def take(self, piece: Piece, part: slice) -> Tensor:
@@ -289,7 +293,8 @@ class CommonAdam(Carried):
         self.since.entries, self.count = saved["since"], saved["count"]
         self.steps = [[Step(*group) for group in step] for step in saved["steps"]]
         self.steering.load_state_dict(saved["steering"])
-        self._vectors, self._started, self._left = None, self._worker.step > 0, None
+        self._vectors, self._started = None, self._worker.step > 0
+        self.leave()
         self._windows.clear()
 
 

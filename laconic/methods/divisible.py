@@ -62,7 +62,7 @@ class Divisible(Method):
     Bytes a step and worker: foreground 2(n−1)/n · 4⌈d/R⌉; background 2(n−1)/n · c·d/H entries of 4 bytes, or with a
     compressor codes of h·d/H entries of each, h = n−1 with one hop and 2(n−1)/n with two; for c = 1 vector ("common",
     "local"), 2 ("corrected") or 1 + those averaged. "common" with codes in one hop has the foreground in 8 bits, about
-    (n−1)⌈d/R⌉ bytes, and adds what the step was made with, 40 bytes a parameter group.
+    (n−1)⌈d/R⌉ bytes, and adds what the step was made with, 8 bytes and 40 for each parameter group.
     """
 
     paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
@@ -102,6 +102,8 @@ class Divisible(Method):
         check_count("max_period", self.max_period)
         check_count("delay", self.delay)
         check_choice("hops", self.hops, (1, 2, None))
+        if self.background is None and self.hops == 2:
+            raise ValueError("hops=2 is for codes, and background=None has none: a mean in all bits is one all-reduce")
 
     def setup(self, worker: Replica) -> None:
         comm = worker.comm
@@ -185,7 +187,7 @@ class Divisible(Method):
             if choice is not None and choice.is_measuring(worker.step):
                 self._measure(worker, self._mean, choice, computed)
         if self._common is not None:
-            self._common.leave(block)
+            self._common.leave()
         self._note_waiting(comm)
 
     def drain(self, worker: Replica) -> None:
@@ -198,7 +200,7 @@ class Divisible(Method):
         code = self._code()
         return {
             "period": float(self._period()),
-            "bits": 32.0 if code is None else round(8 * code.nbytes(1 << 20) / (1 << 20), 1),
+            "bits": 0.0 if self.period is None else bits_of(code),
             "backlog": float(len(self._flying)),
             "waiting": self._waiting,
         }
@@ -342,4 +344,10 @@ class Divisible(Method):
         if self._choice is not None:
             self._choice.load_state_dict(pace)
             self._recode()
+        self._left = None  # what was between is no computing
         super().load_state_dict(own)
+
+
+def bits_of(code: Compressor | None) -> float:
+    """Of an entry, in a long vector."""
+    return 32.0 if code is None else round(8 * code.nbytes(1 << 20) / (1 << 20), 1)

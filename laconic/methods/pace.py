@@ -86,8 +86,7 @@ class Pace:
         """The first so many. On all ranks in the same step."""
         if codes == self.allowed:
             return
-        if codes < self.allowed:
-            self.hoped = codes
+        self.hoped = codes if codes < self.allowed else max(codes, self.hoped)
         self.allowed = min(codes, len(self._sizes))
         self.samples = []  # they are of the code before
         if self.is_settled:

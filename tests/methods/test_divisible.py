@@ -498,6 +498,18 @@ def test_pace_does_not_warn_while_a_smaller_code_may_be_allowed_yet() -> None:
     assert "would need a period of 88" in text
 
 
+def test_pace_does_not_warn_when_a_smaller_code_is_allowed_after_all() -> None:
+    pace = Pace(Clock(), 2, 64, sizes=[100.0, 50.0, 25.0], allowed=2)
+    step = measure(pace, 1, computing=0.5, transfer=49.0)
+    measure(pace, step, computing=0.5, transfer=49.0)
+    pace.hoped = 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pace.allow(3)
+        measure(pace, pace.next_window, computing=0.5, transfer=49.0)
+    assert (pace.code, pace.period) == (2, 54)
+
+
 def test_pace_takes_a_smaller_code_before_a_longer_period() -> None:
     pace = Pace(Clock(), 4, 64, sizes=[100.0, 75.0, 50.0, 25.0], allowed=3)
 
@@ -706,6 +718,7 @@ def test_metrics() -> None:
         assert seen[-1]["waiting"] > 0
     assert laconic.Divisible().metrics() == {"period": 0.0, "bits": 4.0, "backlog": 0.0, "waiting": 0.0}
     assert laconic.Divisible(background=None).metrics()["bits"] == 32.0
+    assert laconic.Divisible(period=None).metrics()["bits"] == 0.0
 
 
 def test_a_nan_is_found_wherever_it_travels() -> None:
@@ -754,6 +767,7 @@ def test_averaged_moments_of_an_optimizer_without_any() -> None:
         ("max_period", 0, "max_period must be a whole number, at least 1, not 0"),
         ("delay", 0, "delay must be a whole number, at least 1, not 0"),
         ("hops", 3, "hops must be one of 1, 2, None, not 3"),
+        ("hops", True, "hops must be one of 1, 2, None, not True"),
         ("background", "4bit", "background must be a compressor, 'auto' or None, not '4bit'"),
     ],
 )
@@ -765,6 +779,11 @@ def test_bad_settings(setting: str, value: object, message: str) -> None:
 def test_moments_without_a_background_to_travel_in() -> None:
     with pytest.raises(ValueError, match="moments='corrected' travel in the background, so period must not be None"):
         laconic.Divisible(period=None, moments="corrected")
+
+
+def test_all_bits_have_no_second_hop() -> None:
+    with pytest.raises(ValueError, match="hops=2 is for codes, and background=None has none"):
+        laconic.Divisible(background=None, hops=2)
 
 
 def test_averaged_moments_take_no_compressor() -> None:
