@@ -193,6 +193,8 @@ class Divisible(Method):
     def drain(self, worker: Replica) -> None:
         while self._mean is not None and self._flying:
             self._receive(worker, self._mean, max(piece.due for piece in self._flying))
+        if self._common is not None:
+            self._common.leave()
 
     def metrics(self) -> dict[str, float]:
         """`period` now, and `bits` of an entry in the background; `backlog`, the pieces sent and not yet applied;
