@@ -4,7 +4,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= python3
 
-.PHONY: demo test lint format clean
+# Kernels are compiled while mypy reads.
+MAKEFLAGS += -j2
+
+.PHONY: demo test lint kernels format clean
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,13 +18,16 @@ $(STAMP): constraints.txt pyproject.toml
 demo: $(STAMP)
 	$(BIN)/laconic demo --out runs/demo --overwrite
 
-test: lint
+test: lint kernels
 	$(BIN)/python -m pytest -n 2 --dist worksteal  # most of their time, processes wait for each other
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+kernels: $(STAMP)
+	$(BIN)/python -c "import laconic.loaded"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

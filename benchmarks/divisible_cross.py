@@ -1,10 +1,12 @@
 """Divisible's settings, each with each: ratio × period × bits of the background × moments, on alike and unlike data.
 
     LACONIC_DATA=… python benchmarks/divisible_cross.py --seeds 2
+    LACONIC_DATA=… python benchmarks/divisible_cross.py --partitions classes:2 --periods 8 32 64 --ratios 1024 \
+        --backgrounds uniform:4 --moments common local corrected
 
 Real processes on loopback, the library as it is, on a model that is small enough for it: Fashion-MNIST, MLP of 235 k
-parameters, four workers, batch 32, Adam with a cosine. A row a combination of moments and bits, a column a period
-and ratio; accuracy of the agreed model in percent, in the mean of the seeds. Full communication is in the first row.
+parameters, four workers, batch 32, Adam with a cosine. A row for each moments and bits, a column for each period and
+ratio; accuracy of the agreed model in percent, in the mean of the seeds. Full communication is in the first row.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from laconic.bench.ways import ask
 from laconic.tasks.fashion import Fashion
 from laconic.tasks.vision import mlp
 
-RATIOS, PERIODS = (64, 1024), (1, 4, 16)
-BACKGROUNDS = {"none": 32, "uniform:4": 4, "sign": 1}
+BITS = {"none": 32, "uniform:4": 4, "sign": 1}
 MOMENTS = ("common", "local", "corrected", "averaged")
 
 
@@ -49,17 +50,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--partitions", nargs="+", default=["iid", "classes:2"])
+    parser.add_argument("--periods", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--ratios", nargs="+", type=int, default=[64, 1024])
+    parser.add_argument("--backgrounds", nargs="+", choices=BITS, default=list(BITS))
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
     o = parser.parse_args()
-    columns = list(itertools.product(PERIODS, RATIOS))
+    columns = list(itertools.product(o.periods, o.ratios))
     for partition in o.partitions:
         task = SmallFashion(partition=partition, lr=o.lr)
         print(f"\n| {partition} | bits | {' | '.join(f'H={period}, R={ratio}' for period, ratio in columns)} |")
         print("|---" * (2 + len(columns)) + "|")
         print(f"| full communication | 32 | {accuracy('allreduce', task, o.steps, o.seeds)} |", flush=True)
-        for moments, (background, bits) in itertools.product(MOMENTS, BACKGROUNDS.items()):
+        for moments, background in itertools.product(o.moments, o.backgrounds):
             if moments == "averaged" and background != "none":
                 continue  # refused: Adam's v does not survive coding
-            print(f"| {moments} | {bits} |", end="", flush=True)
+            print(f"| {moments} | {BITS[background]} |", end="", flush=True)
             for period, ratio in columns:
                 way = f"divisible+ratio={ratio}+period={period}+moments={moments}+background={background}"
                 print(f" {accuracy(way, task, o.steps, o.seeds)} |", end="", flush=True)

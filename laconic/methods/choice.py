@@ -21,8 +21,9 @@ CODES = (Uniform(bits=4), Uniform(bits=3), Pick(of=4), Pick(of=7))
 FINE, SEEING = 2, 3  # so many of them do for unlike data; with so many it is seen
 QUIET = 96
 LOOKED = 192  # steps after which no better code is waited for
-# The longest period for which "common" is the default: it knows only the latest gradients of a window, as m does.
-LONGEST_COMMON = 8
+# The longest period for which "common" is the default: it knows only the latest gradients of a window, as m does. On
+# unlike data that is still better than "local" for long.
+LONGEST_COMMON, LONGEST_UNLIKE = 8, 32
 
 
 class Choice(Pace):
@@ -43,6 +44,7 @@ class Choice(Pace):
         sizes = [code.nbytes(x.numel()) for code in codes]
         super().__init__(comm, max(least, journey), max_period, sizes, SEEING, x.device)
         self._least_unlike = max(LEAST_UNLIKE, journey)
+        self.has_seen_unlike = False
 
     @property
     def compressor(self) -> Compressor:
@@ -53,6 +55,7 @@ class Choice(Pace):
         there may be another choice. On all ranks the same."""
         allowed = self.allowed
         if steering.data_is_unlike:
+            self.has_seen_unlike = True
             self.lower(self._least_unlike)
             self.allow(min(FINE, self.allowed))
         elif steering.quiet >= QUIET and self.allowed == SEEING:
@@ -69,4 +72,7 @@ class Choice(Pace):
     def is_too_long_for_common(self, step: int) -> bool:
         """And will be: no coarser code can make it shorter."""
         has_chosen = self.is_settled and (self.allowed != SEEING or step >= LOOKED)
-        return has_chosen and self.period > LONGEST_COMMON
+        return has_chosen and self.period > (LONGEST_UNLIKE if self.has_seen_unlike else LONGEST_COMMON)
+
+    def state_dict(self) -> dict[str, object]:
+        return super().state_dict() | {"has_seen_unlike": self.has_seen_unlike}

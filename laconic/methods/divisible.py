@@ -47,8 +47,8 @@ class Divisible(Method):
             worker's own gradients, and what travels is how far it has moved. For workers that hold different kinds of
             data and other optimizers, "corrected": of gradients corrected by the stale mean gradient, which travels
             too (in `Log(4)` where there is a compressor); or "averaged": the state itself is averaged in the
-            background, which takes no compressor. None: "common" where it can be and the period is at most 8, else
-            "local".
+            background, which takes no compressor. None: "common" where it can be and the period is at most 8 (32 where
+            "auto" has seen that data is unlike), else "local".
         background: a compressor for the background, with error feedback; None sends all bits. "auto": `Uniform(4)`, and
             where the period is "auto" too and the link too slow to send that in half of 4 steps, with "common"
             `Uniform(3)` or `Pick(4)`, with which workers begin; after some steps, what can be sent in a quarter of 4,

@@ -344,7 +344,9 @@ def check_the_mean(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("workers", [2, 3, 5, 8])
 def test_the_mean_is_kept_by_asynchronous_processes(workers: int) -> None:
-    methods = [laconic.A2CiD2(name, rate=1.0) for name in topology.TOPOLOGIES]
+    # On two cores, many wait long for each other.
+    names = topology.TOPOLOGIES if workers < 5 else ("ring", "exponential")
+    methods = [laconic.A2CiD2(name, rate=1.0) for name in names]
     if workers < 5:
         methods += [laconic.A2CiD2("ring", rate="auto"), laconic.A2CiD2("ring", rate=2, momentum=False)]
 

@@ -553,6 +553,27 @@ def test_what_is_not_allowed_is_not_chosen_before_there_are_measurements_either(
 
 
 @pytest.mark.parametrize(
+    ("unlike", "transfer", "period", "is_common"),
+    [(False, 7.0, 8, True), (False, 9.0, 10, False), (True, 9.0, 30, True), (True, 10.0, 33, False)],
+)
+def test_common_is_kept_for_longer_periods_on_unlike_data(
+    unlike: bool, transfer: float, period: int, is_common: bool
+) -> None:
+    """`transfer` is that of one bit, with which it begins; on unlike data there are three at least."""
+    x = torch.zeros(1 << 20)
+    choice = choice_module.Choice(Clock(), x, "auto", 1, 128, is_common=True)
+    steering: Any = SimpleNamespace(data_is_unlike=unlike, quiet=0)
+    step = measure(choice, 1, computing=0.5, transfer=transfer)
+    measure(choice, step, computing=0.5, transfer=transfer)
+    choice.follow_data(choice_module.LOOKED, steering)
+    resumed = choice_module.Choice(Clock(), x, "auto", 1, 128, is_common=True)
+    resumed.load_state_dict(choice.state_dict())
+    for one in (choice, resumed):
+        assert one.period == period
+        assert one.is_too_long_for_common(choice_module.LOOKED) == (not is_common)
+
+
+@pytest.mark.parametrize(
     ("hops", "quiet", "looked", "sure", "slow", "expected"),
     [
         (1, 2, 2, 99, 20.0, [1.0, 4.0, 0.6, 4.0]),
