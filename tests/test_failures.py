@@ -134,10 +134,10 @@ def test_a_rank_that_hangs() -> None:
     def loop(worker: laconic.Worker) -> None:
         train_steps(worker, 1)
         if worker.rank == 2:
-            time.sleep(6)  # longer than the time-out and the roll call of the others
+            time.sleep(8)  # longer than the time-out and the roll call of the others
         train_steps(worker, 1)
 
-    first, second, _ = laconic.spawn(told, 3, loop, None, 2.0)
+    first, second, _ = laconic.spawn(told, 3, loop, None, 4.0)
     assert "mean at step 2" in first + second
     assert "rank 2" in first
     assert "rank 2" in second

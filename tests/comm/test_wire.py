@@ -74,7 +74,7 @@ def test_silence_raises_after_the_time_out(sockets: tuple[socket.socket, socket.
 
 def test_what_comes_drop_by_drop_is_no_silence(sockets: tuple[socket.socket, socket.socket]) -> None:
     """Too little to reach the low-water mark within a time-out, yet the other end lives."""
-    one, other = Wire(sockets[0], timeout=1.0), sockets[1]
+    one, other = Wire(sockets[0], timeout=3.0), sockets[1]
     sent, received = vector(100_000), torch.empty(100_000)
     stream = sent.view(torch.uint8).numpy().tobytes()
 
@@ -82,7 +82,7 @@ def test_what_comes_drop_by_drop_is_no_silence(sockets: tuple[socket.socket, soc
         pause = threading.Event()
         for start in range(0, len(stream), 80_000):
             other.sendall(stream[start : start + 80_000])
-            pause.wait(0.4)
+            pause.wait(0.8)
 
     both(lambda: one.swap(torch.empty(0), received), drip)
     assert torch.equal(received, sent)
@@ -137,7 +137,7 @@ def test_three_workers_find_each_other_in_any_order(store: Store) -> None:
 
 
 def test_strangers_are_turned_away(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(wire, "HELLO_SECONDS", 1.0)
     zero, one = boards(store, [0, 1])
     where = zero._listener.getsockname()
     with socket.create_connection(where), socket.create_connection(where) as liar:
