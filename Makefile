@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/laconic demo --out runs/demo --overwrite
 
 test: lint kernels
-	$(BIN)/python -m pytest -n 2 --dist worksteal  # most of their time, processes wait for each other
+	$(BIN)/python -m pytest -n 3 --dist worksteal  # much of their time, processes wait for each other
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

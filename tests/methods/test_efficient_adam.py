@@ -127,27 +127,30 @@ def test_a_dedicated_server_is_the_same_as_none() -> None:
     assert_same_paths([*alone, *(path for paths in with_server for path in paths if path)])
 
 
+class Recorded(torch.optim.Adam):
+    """Adds up its own steps. (A hook would see what the method has made of them.)"""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=1e-2)
+        self.total = torch.zeros(d(), dtype=torch.float64)
+
+    def step(self, closure: Any = None) -> None:
+        before = self.x()
+        super().step(closure)
+        self.total += self.x() - before
+
+    def x(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.param_groups[0]["params"]]).double()
+
+
 def conservation(method: laconic.EfficientAdam, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x₀ + Σ u_i, x, e_i and e_s (each d long, in fp64, in the order of x) on this rank, after some steps."""
     model = build_model()
-    optimizer = adam(model)
-    total, before = torch.zeros(d(), dtype=torch.float64), torch.zeros(d())
-
-    def vector() -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-    def remember(*_: Any) -> None:
-        before.copy_(vector())
-
-    def add(*_: Any) -> None:
-        total.add_(vector().double() - before.double())
-
-    # Registered before the worker's own hooks, so they see the step before the method does.
-    optimizer.register_step_pre_hook(remember)
-    optimizer.register_step_post_hook(add)
+    optimizer = Recorded(model)
     with laconic.Worker(model, optimizer, method) as worker:
-        total += worker.x
+        start = worker.x.double()
         train(worker, steps)
+        total = start + optimizer.total
         method = worker.method  # type: ignore[assignment]
         e, e_server = torch.zeros(d()), torch.zeros(d())
         in_order = torch.cat([torch.arange(d())[view] for chunk in method._chunks for view in in_x(chunk, worker.x)])
