@@ -24,8 +24,9 @@ class Worker:
     """Binds a model and its optimizer to a method, for the length of a `with` block around the training loop.
 
     Launched by torchrun, each process makes one; under plain `python` it is a world of one. All ranks start from rank
-    0's parameters and buffers. `optimizer.step()` stays the user's call: the method runs in its hooks. Leaving the
-    block waits for what is in flight and leaves the agreed model (`consensus`) on every rank.
+    0's parameters and buffers. `optimizer.step()` stays the user's call: the method runs in its hooks, after a step
+    before any other's. Leaving the block waits for what is in flight and leaves the agreed model (`consensus`) on every
+    rank.
 
     Args:
         model: the bare module, on its device, in its dtype; compiled or not.
