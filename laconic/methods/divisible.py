@@ -200,9 +200,10 @@ class Divisible(Method):
         """`period` now, and `bits` of an entry in the background; `backlog`, the pieces sent and not yet applied;
         `waiting`, the share of a step's time."""
         code = self._code()
+        bits = 32.0 if code is None else round(8 * code.nbytes(1 << 20) / (1 << 20), 1)
         return {
             "period": float(self._period()),
-            "bits": 0.0 if self.period is None else bits_of(code),
+            "bits": bits if self.period is not None else 0.0,
             "backlog": float(len(self._flying)),
             "waiting": self._waiting,
         }
@@ -348,8 +349,3 @@ class Divisible(Method):
             self._recode()
         self._left = None  # what was between is no computing
         super().load_state_dict(own)
-
-
-def bits_of(code: Compressor | None) -> float:
-    """Of an entry, in a long vector."""
-    return 32.0 if code is None else round(8 * code.nbytes(1 << 20) / (1 << 20), 1)
