@@ -521,3 +521,31 @@ def test_parameters_that_are_unfrozen_later_are_noticed() -> None:
 def test_bad_timeout(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout must be more than 0 seconds"):
         worker_of(build_model(), timeout=timeout)
+
+
+class Failing(torch.optim.SGD):
+    """Its second step does not end."""
+
+    made = 0
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.made += 1
+        if self.made == 2:
+            raise MemoryError("no room for a step")
+        super().step()
+
+
+def test_a_step_that_failed_is_not_gone_on_from() -> None:
+    model = build_model()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from the first on, torch runs hooks for a parent's step, too
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with laconic.Worker(model, optimizer, laconic.AllReduce()) as worker:
+        train_step(model, optimizer, 0, 0)
+        saved = worker.state_dict()
+        with pytest.raises(MemoryError):
+            train_step(model, optimizer, 0, 1)
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) did not end at step 2: go on from a checkpoint"):
+            train_step(model, optimizer, 0, 1)
+        worker.load_state_dict(saved)
+        train_step(model, optimizer, 0, 1)
+        assert worker.step == 2
