@@ -46,7 +46,7 @@ def test_agrees_with_the_oracle_for_200_steps(workers: int) -> None:
     def run() -> list[list[Tensor]]:
         return [
             train(
-                laconic.Divisible(ratio, period, "common", background, delay=delay, hops=hops if background else None),
+                laconic.Divisible(ratio, period, "common", background, delay=delay, hops=hops),  # type: ignore[arg-type]
                 OPTIMIZERS[optimizer],
                 steps,
             )
