@@ -1,0 +1,333 @@
+"""Divisible communication: wait for a small message in every step, and send the rest while computing.
+
+After Xu & Bai, "Distributed Adaptive Optimization with Divisible Communication", ECML PKDD 2023. Only the abstract was
+available: docs/methods/divisible.md says what the paper states and what was chosen here.
+
+The files of this folder: this one is the method; `stretch.py` (with `stretch_numba.py`) gives Adam's local steps the
+length they have on the mean gradient; `pace.py` chooses the period; `correction.py` is for non-iid data; `pieces.py`
+says which entries travel when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from laconic.comm import Comm
+from laconic.comm.coded_mean import CodedMean, GatheredMean, PlainMean, block_of, split
+from laconic.compress import Compressor, Log, Pick, Uniform, parse
+from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.methods.divisible.correction import Correction
+from laconic.methods.divisible.differences import DifferenceWatch
+from laconic.methods.divisible.pace import Pace
+from laconic.methods.divisible.pieces import Flight, foreground_block, next_piece, overlap
+from laconic.methods.divisible.settings import SettingsCheck
+from laconic.methods.divisible.stretch import Stretch, is_adam
+
+# The quantizers of background="auto": the second one only if the link is measured to be too slow for the first.
+QUANTIZERS = (Uniform(4), Pick(7))
+FOREGROUND = Uniform(8)
+GRADIENT = Log(4)  # of the correction: gradients spread over powers of ten, where Adam's moves are of one size
+# Up to this many workers, quantized messages go from all to all (one hop) by default. Two hops send fewer bytes from
+# three workers on, but apply an average a `delay` later and quantize it twice.
+FEW = 4
+LEAST_PERIOD = 4  # of "auto": shorter ones cost more computing than fresher averages are worth
+LEAST_PERIOD_FP32 = 2
+SMOOTHING = 0.9  # of the metric `waiting`, from step to step
+
+
+@dataclass
+class Divisible(Method):
+    """Runs local steps on each worker and averages their moves: a small block at once, all others in the background.
+
+    Every worker holds the model x and the agreed model x̂, which is bit-identical on all workers. What it has moved and
+    not sent yet is e = x − x̂ − s, where s is what its messages in flight carry. After each local optimizer step:
+
+    1. With Adam or AdamW, the step is stretched to the length that Adam would give it on the mean gradient of all
+       workers (`stretch.py`).
+    2. Foreground: e of the next ⌈d/ratio⌉ entries is averaged, and every worker waits for it.
+    3. Background: averages that were sent `delay` steps ago (twice that with two hops) are applied. Then the next
+       1/period of all entries is quantized and sent; nobody waits for it. Averages are applied in a fixed step, never
+       "when they arrive", so all workers do the same.
+
+    To apply an average ē is x̂ += ē, x += ē − (what this worker sent). What quantization leaves out stays in e and is sent
+    later (error feedback), so that mean(x) = x₀ + Σ mean(local steps) holds at every step, whatever the quantizer.
+
+    Args:
+        ratio: R; the foreground message has ⌈d/R⌉ entries. It hardly changes the result (docs).
+        period: H, the number of steps in which the background sends every entry once. "auto" measures computing and
+            the link and takes the shortest period, from 4 on, that stays hidden. None: no background.
+        background: a compressor for the background, or None for fp32. "auto": `Uniform(4)`; if the period is "auto" too
+            and the link is too slow for it, `Pick(7)`.
+        corrected: adds the difference between the mean gradient and the local gradient, as last known, to local
+            gradients (SCAFFOLD). For non-iid data; doubles the bytes of the background.
+        max_period: the longest period that "auto" may choose. On a link too slow for that, steps wait.
+        delay: steps from sending a background message to applying it.
+        hops: 1: quantized messages go from all to all; 2: through owners, fewer bytes from three workers on. None: 1 for
+            up to four workers, else 2.
+
+    Bytes per step and worker: foreground (n−1)·code₈(⌈d/R⌉) with one hop, else 2(n−1)/n · 4⌈d/R⌉; background, one hop,
+    (n−1)·code(d)/H, two hops 2(n−1)/n · code(d)/H, in fp32 2(n−1)/n · 4d/H.
+
+    >>> import laconic, torch
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> with laconic.Worker(model, optimizer, laconic.Divisible(period=4)) as worker:
+    ...     for _ in range(3):
+    ...         optimizer.zero_grad()
+    ...         model(torch.ones(2, 4)).sum().backward()
+    ...         optimizer.step()
+
+    References:
+        Xu & Bai, Distributed Adaptive Optimization with Divisible Communication, ECML PKDD 2023,
+        doi 10.1007/978-3-031-43418-1_39
+    """
+
+    paper: ClassVar[str] = "doi 10.1007/978-3-031-43418-1_39"
+
+    ratio: int = 1024
+    period: int | Literal["auto"] | None = "auto"
+    background: Compressor | Literal["auto"] | None = "auto"
+    corrected: bool = False
+    max_period: int = 128
+    delay: int = 1
+    hops: Literal[1, 2] | None = None
+
+    x_hat: Tensor = state()  # the agreed model (d)
+    next_entry: int = state(0)  # where the next background piece begins
+    owner_residual: Tensor | None = state()  # two hops: what this rank, as an owner, has not passed on (d)
+
+    _waiting: float = field(default=0.0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("ratio", self.ratio)
+        if self.period not in ("auto", None):
+            check_count("period", self.period)
+        if self.background not in ("auto", None) and not isinstance(self.background, Compressor):
+            raise ValueError(f"background must be a compressor, 'auto' or None, not {self.background!r}")
+        if not isinstance(self.corrected, bool):
+            raise ValueError(f"corrected must be True or False, not {self.corrected!r}")
+        if self.period is None and self.corrected:
+            raise ValueError("corrected=True sends gradients in the background, so period must not be None")
+        check_count("max_period", self.max_period)
+        check_count("delay", self.delay)
+        check_choice("hops", self.hops, (1, 2, None))
+        if self.background is None and self.hops == 2:
+            raise ValueError("hops=2 is for quantized messages, and background=None sends fp32: leave hops out")
+
+    def setup(self, worker: Replica) -> None:
+        comm = worker.comm
+        self.x_hat = worker.x.to(torch.promote_types(worker.x.dtype, torch.float32), copy=True)
+        self._flights: list[Flight] = []
+        self._pace: Pace | None = None
+        self._stretch: Stretch | None = None
+        self._correction: Correction | None = None
+        self._left: float | None = None  # when the last step was over
+        if comm.size == 1:
+            return
+        self._settings = SettingsCheck(worker)
+        self._watch = DifferenceWatch(comm.rank)
+        self._hops = 1 if self.background is None else self.hops or (1 if comm.size <= FEW else 2)
+        if is_adam(worker.optimizer):
+            self._stretch = Stretch(worker)
+        if self.period is None:
+            return
+        self._channel = comm.channel("background")
+        if self._hops == 2:
+            self.owner_residual = torch.zeros_like(self.x_hat)
+        if self.corrected:
+            self._correction = Correction(worker)
+        if self.period == "auto":
+            sizes = [4.0 * worker.x.numel()]
+            if self.background is not None:
+                choices = QUANTIZERS if self.background == "auto" else (self.background,)
+                sizes = [float(code.nbytes(worker.x.numel())) for code in choices]
+            least = LEAST_PERIOD_FP32 if self.background is None else LEAST_PERIOD
+            self._pace = Pace(comm, max(least, self._journey), self.max_period, sizes, worker.x.device)
+
+    @property
+    def _journey(self) -> int:
+        """Steps from sending a piece to applying its average."""
+        return self.delay * self._hops
+
+    @property
+    def _code(self) -> Compressor | None:
+        """The quantizer of the background now."""
+        if self.background == "auto":
+            return QUANTIZERS[0 if self._pace is None else self._pace.choice]
+        return self.background
+
+    @property
+    def _period(self) -> int:
+        if self._pace is not None:
+            return self._pace.period
+        return self.period if isinstance(self.period, int) else 0
+
+    def before_step(self, worker: Replica) -> None:
+        if self._correction is not None:
+            self._correction.before_step(worker)
+
+    def after_step(self, worker: Replica) -> None:
+        comm = worker.comm
+        if comm.size == 1:
+            return
+        computed = comm.now()
+        self._settings.after_step(worker)
+        piece = next_piece(self.next_entry, worker.x.numel(), self._period)
+        if self._stretch is not None:
+            self._stretch.after_step(worker, piece, max(self._period, 1))
+        # Averages from the background are applied while the foreground message travels.
+        foreground = self._start_foreground(worker)
+        self._apply_due(worker, worker.step)
+        self._finish_foreground(worker, foreground)
+        if self.period is not None and not any(overlap(piece, flight.piece) for flight in self._flights):
+            self._send(worker, piece)
+            if self._pace is not None and self._pace.is_measuring(worker.step):
+                self._measure(worker, self._pace, computed)
+        self._note_waiting(comm)
+
+    def _unsent(self, worker: Replica, part: slice) -> Tensor:
+        """Returns e = x − x̂ of entries of which nothing is in flight."""
+        return worker.x[part] - self.x_hat[part]
+
+    def _apply(self, worker: Replica, part: slice, average: Tensor, own: Tensor) -> None:
+        self.x_hat[part] += average
+        worker.x[part] += average.sub_(own)
+
+    def _start_foreground(self, worker: Replica) -> Flight | None:
+        block = foreground_block(worker.step, worker.x.numel(), self.ratio)
+        if any(overlap(block, flight.piece) for flight in self._flights):
+            return None  # the background is about to average these entries
+        quantized = self._hops == 1 and self.background is not None
+        mean = GatheredMean(worker.comm, block, FOREGROUND, name="foreground") if quantized else PlainMean(worker.comm)
+        transfer = mean.send(self._unsent(worker, block), step=worker.step)
+        return Flight(block, worker.step, [mean], [transfer])
+
+    def _finish_foreground(self, worker: Replica, flight: Flight | None) -> None:
+        if flight is not None:
+            (average, own), = flight.receive()
+            self._apply(worker, flight.piece, average, own)
+
+    def _send(self, worker: Replica, piece: slice) -> None:
+        self.next_entry = piece.stop % worker.x.numel()
+        vectors, codes = [self._unsent(worker, piece)], [self._code]
+        if self._correction is not None:
+            vectors.append(self._correction.take(piece, worker.step))
+            codes.append(None if self.background is None else GRADIENT)
+        means = [self._mean(piece, code, is_move=i == 0) for i, code in enumerate(codes)]
+        transfers = [mean.send(vector, step=worker.step) for mean, vector in zip(means, vectors, strict=True)]
+        self._flights.append(Flight(piece, worker.step + self.delay, means, transfers))
+
+    def _mean(self, piece: slice, code: Compressor | None, *, is_move: bool) -> CodedMean | PlainMean:
+        name = "move" if is_move else "gradient"
+        if code is None:
+            return PlainMean(self._channel)
+        if self._hops == 1:
+            return GatheredMean(self._channel, piece, code, name=name)
+        parts = split(piece.start, piece.stop, range(self._channel.size), unit=block_of(code))
+        mine = parts[self._channel.rank]
+        residual = self.owner_residual[mine.start : mine.stop] if is_move and self.owner_residual is not None else None
+        return CodedMean(self._channel, parts, code, owner_residual=residual, name=name)
+
+    def _apply_due(self, worker: Replica, step: int) -> None:
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            if flight.due > step:
+                self._flights.append(flight)
+            elif flight.hops_left(self._hops):
+                flight.answer()
+                flight.due += self.delay
+                self._flights.append(flight)
+            else:
+                (average, own), *gradient = flight.receive()
+                if not self.corrected:
+                    self._watch.add(worker.step, flight.piece.stop == worker.x.numel(), average, own)
+                self._apply(worker, flight.piece, average, own)
+                if self._correction is not None:
+                    self._correction.put(flight.piece, *gradient[0])
+
+    def drain(self, worker: Replica) -> None:
+        """Applies everything in flight; owners put what they have not passed on into their own model."""
+        if worker.comm.size > 1:
+            self._settings.finish(worker)
+        while self._flights:
+            self._apply_due(worker, max(flight.due for flight in self._flights))
+        if self.owner_residual is not None:
+            worker.x.add_(self.owner_residual, alpha=worker.comm.size)
+            self.owner_residual.zero_()
+
+    def _measure(self, worker: Replica, pace: Pace, computed: float) -> None:
+        """Waits for the messages just sent, to see how long they take. They are applied when they are due."""
+        comm, flight = worker.comm, self._flights[-1]
+        times = [comm.now()]
+        flight.wait()
+        times.append(comm.now())
+        # The latency of a message does not depend on the period: subtract that of an empty one.
+        comm.mean(worker.x.new_zeros(1))
+        times.append(comm.now())
+        seconds = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
+        if self._left is not None:
+            whole = worker.x.numel() / (flight.piece.stop - flight.piece.start)
+            before = (pace.period, pace.choice)
+            pace.add(worker.step, computed - self._left, seconds * whole * self._hops)
+            if (pace.period, pace.choice) != before:
+                self._recut(worker)
+
+    def _recut(self, worker: Replica) -> None:
+        """Pieces or their owners change: nothing may be left that was cut the old way."""
+        if self._hops == 2:
+            self.drain(worker)
+        if self._correction is not None:
+            self._correction.restart(worker.step)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `period`; `bits` per entry of the background; `backlog`, pieces in flight; `waiting`, the share of a
+        step's time; with Adam `stretch`, the mean of ρ."""
+        code = self._code
+        bits = 32.0 if code is None else round(8 * code.nbytes(1 << 20) / (1 << 20), 1)
+        found = {
+            "period": float(self._period),
+            "bits": bits if self.period is not None else 0.0,
+            "backlog": float(len(self._flights)),
+            "waiting": self._waiting,
+        }
+        if self._stretch is not None:
+            found["stretch"] = self._stretch.mean_stretch()
+        return found
+
+    def _note_waiting(self, comm: Comm) -> None:
+        now = comm.now()
+        if self._left is not None:
+            share = comm.meter.last_step.seconds() / max(now - self._left, 1e-9)
+            self._waiting = SMOOTHING * self._waiting + (1 - SMOOTHING) * share
+        self._left = now
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything, with what messages in flight will bring; waits for these."""
+        return {
+            **super().state_dict(),
+            "flights": [flight.state_dict() for flight in self._flights],
+            "stretch": None if self._stretch is None else self._stretch.state_dict(),
+            "correction": None if self._correction is None else self._correction.state_dict(),
+            "pace": None if self._pace is None else self._pace.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        own = dict(saved)
+        flights = own.pop("flights")
+        for name, organ in (("stretch", self._stretch), ("correction", self._correction), ("pace", self._pace)):
+            found = own.pop(name)
+            if organ is not None:
+                organ.load_state_dict(found)
+        super().load_state_dict(own)
+        self._flights = [self._restore(flight) for flight in flights]
+        self._left = None  # the time since the last step was no computing
+
+    def _restore(self, saved: dict[str, Any]) -> Flight:
+        piece = slice(*saved["piece"])
+        codes = [None if code is None else parse(code) for code in saved["codes"]]
+        means = [self._mean(piece, code, is_move=i == 0) for i, code in enumerate(codes)]
+        return Flight.restore(saved, means, self.x_hat.device)

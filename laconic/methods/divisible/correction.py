@@ -1,0 +1,56 @@
+"""Corrects local gradients by the mean gradient as last known, for workers that hold different kinds of data.
+
+The idea is SCAFFOLD's (Karimireddy et al., arXiv 1910.06378): a worker adds (mean of all workers' gradients − its own) of
+the last window to its gradients, so that all workers move alike. The corrections of all workers sum to zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.method import Replica
+
+
+class Correction:
+    """Accumulates the local gradient between messages, and adds the last known difference to each new gradient."""
+
+    def __init__(self, worker: Replica) -> None:
+        self.total = torch.zeros_like(worker.x)  # of local gradients since they were last sent (d)
+        self.shift = torch.zeros_like(worker.x)  # mean of all workers − local, as last known (d)
+        self.since: dict[int, int] = {}  # by the first entry of a piece: the step in which it was last sent
+        self.start = 0  # the step of the last `restart`
+        self._totals, self._shifts = worker.views(self.total), worker.views(self.shift)
+
+    def before_step(self, worker: Replica) -> None:
+        for gradient, total, shift in zip(worker.gradients(), self._totals, self._shifts, strict=True):
+            if gradient is not None:
+                total += gradient
+                gradient += shift
+
+    def take(self, piece: slice, step: int) -> Tensor:
+        """Returns the mean local gradient since this piece was last sent, and starts a new sum."""
+        total = self.total[piece]
+        mean = total / (step - self.since.get(piece.start, self.start))
+        self.since[piece.start] = step
+        total.zero_()
+        return mean
+
+    def put(self, piece: slice, mean: Tensor, own: Tensor) -> None:
+        torch.sub(mean, own, out=self.shift[piece])
+
+    def restart(self, step: int) -> None:
+        """Forgets sums that were begun with other pieces."""
+        self.total.zero_()
+        self.since, self.start = {}, step
+
+    def state_dict(self) -> dict[str, Any]:
+        since = [list(item) for item in self.since.items()]
+        return {"total": self.total, "shift": self.shift, "since": since, "start": self.start}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.total.copy_(saved["total"])
+        self.shift.copy_(saved["shift"])
+        self.since, self.start = dict(map(tuple, saved["since"])), saved["start"]

@@ -1,0 +1,104 @@
+"""Chooses the period and the quantizer of the background from measured times, the same on all workers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from laconic.comm import Comm
+
+FIRST = 3  # the step in which measuring starts: before, kernels are loaded and connections made
+WINDOW = 3  # steps measured at a time
+ROUNDS = 2  # windows in a row at the start: the fixed cost of a message shows only once pieces have the right size
+INTERVAL = 200  # steps from one window to the next, later
+MARGIN = 1.1  # a sweep takes at most period/MARGIN steps of computing
+ROOM = 2.0  # the same for choosing a quantizer: a link that is never idle slows computing more than finer codes help
+WORTH = 0.8  # a shorter period or a finer quantizer must be at most this much of the present one to be worth a change
+
+
+@dataclass
+class Pace:
+    """Takes the seconds of computing and of sending, measured in some steps; decides the period and the quantizer.
+
+    A coarser quantizer is chosen only if the finest one does not fit into half of the shortest period, and a longer
+    period only if the coarsest does not fit.
+
+    Args:
+        comm: agrees on the slowest worker and the slowest link.
+        least: the shortest period, with which training starts.
+        most: the longest period.
+        sizes: bytes of the whole vector with each quantizer, the finest first.
+    """
+
+    comm: Comm
+    least: int
+    most: int
+    sizes: Sequence[float]
+    device: torch.device | None = None
+
+    period: int = field(init=False)
+    choice: int = field(default=0, init=False)  # which quantizer; training starts with the finest
+    samples: list[list[float]] = field(default_factory=list, init=False)  # [computing, sending], seconds
+    next_window: int = field(default=FIRST, init=False)
+    rounds: int = field(default=0, init=False)
+    has_warned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.period = self.least = min(self.least, self.most)
+
+    def is_measuring(self, step: int) -> bool:
+        """Returns whether to measure in this step: the same answer on all ranks."""
+        return step >= self.next_window
+
+    def add(self, step: int, computing: float, sending: float) -> None:
+        """Adds one step's measured seconds; `sending` is for the whole vector with the present quantizer."""
+        self.samples.append([computing, sending])
+        if len(self.samples) < WINDOW:
+            return
+        medians = [statistics.median(column) for column in zip(*self.samples, strict=True)]
+        local = torch.tensor(medians, dtype=torch.float64, device=self.device)
+        computing, sending = torch.stack(self.comm.all_gather(local)).amax(0).tolist()
+        self.samples = []
+        self._decide(computing, sending / self.sizes[self.choice])
+        self.rounds += 1
+        self.next_window = step + (1 if self.rounds < ROUNDS else INTERVAL)
+
+    def _decide(self, computing: float, seconds_per_byte: float) -> None:
+        is_settled = self.rounds >= ROUNDS
+
+        def fits(choice: int, margin: float) -> bool:
+            return margin * seconds_per_byte * self.sizes[choice] <= self.least * computing
+
+        while self.choice > 0 and fits(self.choice - 1, ROOM / WORTH if is_settled else ROOM):
+            self.choice -= 1
+        while self.choice < len(self.sizes) - 1 and not fits(self.choice, ROOM):
+            self.choice += 1
+        sweep = seconds_per_byte * self.sizes[self.choice]
+        needed = max(self.least, math.ceil(MARGIN * sweep / max(computing, 1e-9)))
+        if needed > self.most and self.rounds >= ROUNDS - 1:
+            self._warn(needed, computing, sweep)
+        if needed > self.period or needed <= WORTH * self.period or not is_settled:
+            self.period = min(needed, self.most)
+
+    def _warn(self, needed: int, computing: float, sweep: float) -> None:
+        if not self.has_warned and self.comm.rank == 0:
+            warnings.warn(
+                f"the link is too slow for max_period={self.most}: sending the model takes {sweep:.3g} s and computing "
+                f"a step {computing:.3g} s, so the background needs a period of {needed}; steps will wait for the "
+                f"network. Raise max_period, or use larger batches",
+                stacklevel=2,
+            )
+        self.has_warned = True
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("period", "choice", "samples", "next_window", "rounds", "has_warned")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.__dict__.update(saved)

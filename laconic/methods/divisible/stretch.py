@@ -1,0 +1,177 @@
+"""Stretches each worker's Adam step to the length that Adam would give it on the mean gradient of all workers.
+
+Adam divides by √v. The gradient of one worker is noisier than the mean gradient of n workers, so its second moment V is
+larger than the second moment v of the mean gradient, and plain local steps are too short: up to √n times, by an amount
+that differs between coordinates, which no learning rate can make up for. Of V, let a share κ (the coherence) be common to
+all workers, and the rest be noise that is independent between workers. A mean of n gradients divides only the noise by n:
+
+    v = V·(κ + (1 − κ)/n)        so the step is multiplied by   ρ = √(V/v) = 1/√(1 − (1 − 1/n)(1 − κ)),   1 ≤ ρ ≤ √n
+
+A worker estimates κ alone: m averages about (1+β₁)/(1−β₁) gradients, in which independent noise nearly cancels. The
+running mean of m̂²/V̂ is therefore κ + κ₀(1 − κ) with κ₀ = (1−β₁)/(1+β₁), what noise leaves in m.
+
+Nothing of this travels. With one worker ρ is 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.compress.backend import kernels_for
+from laconic.method import Replica
+
+# Below this many entries a call of a kernel saves nothing.
+LARGE = 1 << 12
+SAMPLE = 1 << 14  # entries that metrics look at
+
+
+class Factors(NamedTuple):
+    """The numbers of one step, for parameters with the same settings and the same count of Adam steps."""
+
+    rate: float  # lr / (1 − β₁ᵗ)
+    unbias_v: float  # 1 / (1 − β₂ᵗ)
+    eps: float
+    slope: float  # (1 − 1/n) / (1 − κ₀)
+    least: float  # 1/n: v is at least this share of V
+    weight: float  # of the newest m̂²/V̂ in its running mean, if it is refreshed in this step
+    unbias_ratio: float  # (1 − β₂ᵗ) / (1 − β₁ᵗ)²: from m²/V to m̂²/V̂
+
+    @classmethod
+    def of(cls, group: dict[str, Any], count: int, steps: int, workers: int) -> Factors:
+        """Returns the factors of Adam's step number `count`; the running mean was refreshed `steps` steps ago.
+
+        >>> group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
+        >>> Factors.of(group, count=1, steps=1, workers=4).weight
+        1.0
+        """
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        c1, c2 = 1 - beta1**count, 1 - beta2**count
+        noise = (1 - beta1) / (1 + beta1)
+        least = 1 / workers
+        weight = (1 - beta2 ** min(steps, count)) / c2
+        return cls(lr / c1, 1 / c2, float(group["eps"]), (1 - least) / (1 - noise), least, weight, c2 / c1**2)
+
+
+def refresh(ratio: Tensor, m: Tensor, v: Tensor, factors: Factors) -> None:
+    """Moves the running mean of m̂²/V̂ towards its value now, in place. Entries without a gradient so far keep theirs."""
+    seen = v > 0
+    newest = (m * m * factors.unbias_ratio / v.where(seen, 1.0)).clamp_(max=1.0)
+    ratio.add_((newest - ratio).mul_(factors.weight).where(seen, 0.0))
+
+
+def stretch(x: Tensor, m: Tensor, v: Tensor, ratio: Tensor, factors: Factors) -> None:
+    """Adds (ρ − 1) times the Adam step that has just been made, −rate·m/(√V̂ + eps), to x, in place."""
+    share = 1 - (1 - ratio).mul_(factors.slope)
+    root = _sqrt(share.clamp_(factors.least, 1.0))  # 1/ρ
+    denominator = _sqrt(v * factors.unbias_v).add_(factors.eps)
+    x.sub_(((1 - root) * (m * factors.rate)).div_(root.mul_(denominator)))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Returns the correctly rounded square root, as compiled kernels do; torch's may differ in the last bit."""
+    return x.double().sqrt().to(x.dtype)
+
+
+class Stretch:
+    """Stretches the steps of torch's Adam or AdamW, and keeps what that needs: one vector and one count a parameter."""
+
+    def __init__(self, worker: Replica) -> None:
+        kind = torch.promote_types(worker.x.dtype, torch.float32)
+        self.ratio = torch.ones_like(worker.x, dtype=kind)  # running mean of m̂²/V̂; 1 leaves steps as they are
+        self.counts: list[int] = []  # of each parameter's Adam steps
+        groups = {id(p): group for group in worker.optimizer.param_groups for p in group["params"]}
+        self._groups = [groups[id(p)] for p in worker.parameters]
+        self._numels = [p.numel() for p in worker.parameters]
+        self._workers = worker.comm.size
+        self._kernels = _find_kernels(worker.x)
+
+    def after_step(self, worker: Replica, renewed: slice, steps: int) -> None:
+        """Stretches the step just made, and refreshes the estimates of the entries `renewed`, last done `steps` ago."""
+        moments = worker.moments()
+        if not moments:
+            return  # no parameter has had a gradient yet
+        if not self.counts:
+            self.counts = [_steps_so_far(worker.optimizer, p) - 1 for p in worker.parameters]
+        vectors = worker.x, moments["exp_avg"], moments["exp_avg_sq"], self.ratio
+        for part, factors in self._segments(worker, steps):
+            fresh = slice(max(part.start, renewed.start), min(part.stop, renewed.stop))
+            x, m, v, ratio = (vector[part] for vector in vectors)
+            if fresh.start < fresh.stop:
+                here = slice(fresh.start - part.start, fresh.stop - part.start)
+                self._call("refresh", ratio[here], m[here], v[here], factors)
+            self._call("stretch", x, m, v, ratio, factors)
+
+    def _segments(self, worker: Replica, steps: int) -> Iterator[tuple[slice, Factors]]:
+        """Yields neighbouring parameters that were moved by this step with the same settings, as one slice of x."""
+        keys = []
+        for i, gradient in enumerate(worker.gradients()):
+            moved = gradient is not None
+            self.counts[i] += moved
+            keys.append((id(self._groups[i]), self.counts[i]) if moved else None)
+        start, first = 0, 0
+        for i in range(1, len(keys) + 1):
+            if i < len(keys) and keys[i] == keys[first]:
+                continue
+            stop = start + sum(self._numels[first:i])
+            if keys[first] is not None:
+                factors = Factors.of(self._groups[first], self.counts[first], steps, self._workers)
+                yield slice(start, stop), factors
+            start, first = stop, i
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        *vectors, factors = arguments
+        if self._kernels is not None and vectors[0].numel() >= LARGE:
+            getattr(self._kernels, name)(*(vector.numpy() for vector in vectors), *factors)
+            return
+        wide = [vector if vector.dtype.itemsize >= 4 else vector.float() for vector in vectors]
+        globals()[name](*wide, factors)
+        if wide[0] is not vectors[0]:
+            vectors[0].copy_(wide[0])
+
+    def mean_stretch(self) -> float:
+        """Returns the mean of ρ over some entries, for metrics."""
+        workers = self._workers
+        beta1 = float(self._groups[0]["betas"][0])
+        slope = (1 - 1 / workers) / (1 - (1 - beta1) / (1 + beta1))
+        share = 1 - (1 - self.ratio[:SAMPLE].double()) * slope
+        return float(share.clamp_(1 / workers, 1.0).rsqrt_().mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ratio": self.ratio, "counts": list(self.counts)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.ratio.copy_(saved["ratio"])
+        self.counts = list(saved["counts"])
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether every step of this optimizer is one of torch's Adam or AdamW, without amsgrad.
+
+    A subclass may step differently. (torch wraps `step` when the first optimizer of a class is made.)
+
+    >>> is_adam(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    True
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    known = any(step is inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW))
+    return known and not any(group["amsgrad"] for group in optimizer.param_groups)
+
+
+def _steps_so_far(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> int:
+    # .get: the optimizer's state is a defaultdict, and looking must not create entries.
+    state = optimizer.state.get(parameter, {})
+    return int(state["step"]) if "step" in state else 0
+
+
+def _find_kernels(x: Tensor) -> ModuleType | None:
+    if kernels_for(x) is None:
+        return None
+    from laconic.methods.divisible import stretch_numba
+
+    return stretch_numba
