@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from laconic import anchor
 from laconic.compress.feedback import encode_with_feedback
 from laconic.compress.quantizers import Uniform
 from laconic.compress.spec import NAMES
 from laconic.methods import common, windows
+from laconic.methods.averaging import anchor
 from laconic.methods.carried import Codes
 
 _x = torch.linspace(-1, 1, 1 << 16)  # as large as the anchor wants for its kernels
@@ -22,7 +22,7 @@ for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=T
     _compressor.decode_add(_code, torch.zeros_like(_x))
     _compressor.encode_difference(_x, -_x)
     _compressor.settle([_code], [1.0], 0, _x.clone(), _x.clone())
-_anchor, _ = anchor.lay_anchor(_x)
+_anchor, _ = anchor.make_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
 if _kernels := common.find_kernels(_x):

@@ -1,4 +1,4 @@
-"""ADPSGD: workers average their parameters as often as the variance among them asks.
+"""ADPSGD: workers average their parameters periodically, more often while they drift apart faster.
 
 Jiang and Agrawal, "Adaptive Periodic Averaging: A Practical Approach to Reducing Communication in Distributed
 Learning", arXiv 2007.06134. (Not AD-PSGD, the asynchronous gossip of Lian et al.)
@@ -16,25 +16,41 @@ from laconic.methods.averaging import Averaging, Moments, check_compressor
 
 @dataclass
 class ADPSGD(Averaging):
-    """Rounds of averaging whose period follows the variance S among workers, so that S / γ stays what it was.
+    """Averages the parameters with a period that follows the variance S among workers, so that S / γ stays constant.
 
-    While calibrating, the period is `initial_period`, and C becomes the mean of S / γ, γ the learning rate. After that
-    each round compares S with γC: below `low` · γC the period grows by one, above `high` · γC it shrinks by one. Where
-    S, γ or C is 0 there is nothing to compare, and the period stays. The learning rate must be the same on all ranks.
+    During calibration the period is `initial_period`, and C becomes the mean of S / γ, where γ is the learning rate.
+    After that, each round compares S with γC:
+
+        S < low · γC   →  period + 1
+        S > high · γC  →  period − 1
+
+    Where S, γ or C is 0 there is nothing to compare, and the period stays. The learning rate must be the same on all
+    ranks.
 
     Args:
-        initial_period: steps between rounds until the end of calibration.
-        total_steps: of the whole training; only the default of `calibration` depends on it.
-        warmup: steps at the start with a round after each. Let it cover a warm-up of the learning rate.
-        calibration: steps after the warm-up; by default a quarter of `total_steps`, or 200 where that is not given. It
-            lasts until the first round with γ > 0 at least.
-        low, high: bounds of S / γC, between which the period stays. 0 and `inf` make it constant.
-        max_period: a learning rate that goes to 0 would drive the period up without end.
+        initial_period: steps between two rounds of averaging until the end of calibration.
+        total_steps: length of the training; only the default of `calibration` depends on it.
+        warmup: steps at the start with a round after each. It should cover a warm-up of the learning rate.
+        calibration: steps after the warm-up; by default a quarter of `total_steps`, or 200 if that is not given. It
+            lasts at least until the first round with γ > 0.
+        low: below low · γC the period grows by one.
+        high: above high · γC it shrinks by one. `low=0, high=math.inf` makes the period constant.
+        max_period: bound of the period, which a learning rate that goes to 0 would increase forever.
         moments: `"averaged"` also averages the optimizer's state (momentum, Adam's m and v) in each round.
-        compressor: of the differences that travel, with error feedback; such as `Uniform(4)`.
+        compressor: quantizes what is sent, with error feedback; such as `Uniform(4)`.
 
-    Bytes a round and worker: 2(n−1)/n · (4d + 4), and 2(n−1)/n · 4d for each averaged state vector. With a compressor
-    2(n−1)/n of its code (n codes, one of each n-th of the vector) and 8(n−1), instead of the first term.
+    Bytes per round and worker: 2(n−1)/n · (4d + 4), and 2(n−1)/n · 4d for each averaged state vector. With a
+    compressor, 2(n−1)/n quantized vectors (as n separate parts) and 8(n−1) bytes instead of the first term.
+
+    >>> import torch, laconic
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.Worker(model, optimizer, laconic.ADPSGD(initial_period=2)) as worker:
+    ...     for _ in range(5):
+    ...         model(torch.ones(3)).backward()
+    ...         optimizer.step()
+    >>> worker.method.period
+    2
     """
 
     paper: ClassVar[str] = "arXiv 2007.06134"
@@ -50,8 +66,8 @@ class ADPSGD(Averaging):
     compressor: Compressor | None = None
 
     period: int = state(0)
-    C: float = state(0.0)  # the mean of S / γ while calibrating
-    samples: int = state(0)  # rounds that C is the mean of
+    C: float = state(0.0)  # the mean of S / γ over the rounds of calibration
+    samples: int = state(0)  # the number of these rounds
 
     def __post_init__(self) -> None:
         check_count("initial_period", self.initial_period)
@@ -83,15 +99,22 @@ class ADPSGD(Averaging):
                 self.require_one_period(worker)
 
     def require_one_period(self, worker: Replica) -> None:
-        """S is the same everywhere, but the learning rate is each rank's own: if it differs, so may the period, and
-        rounds would mix steps. So whoever changes its period meets the others; who does not come is named."""
+        """Raises if ranks disagree on the new period.
+
+        S is the same everywhere, but each rank reads its own learning rate. If that differs, the periods may differ
+        too, and rounds would average different steps. So a rank that changes its period meets the others; a rank that
+        does not come is named in the error.
+        """
         notes = worker.comm.meet("a new period", [self.period, worker.lr])
         if any(note != notes[0] for note in notes):
             rates = ", ".join(f"{rate:g} on rank {rank}" for rank, (_, rate) in enumerate(notes))
-            raise ValueError(f"the learning rate must be the same on all ranks, not {rates}")
+            raise ValueError(
+                f"the learning rate must be the same on all ranks at step {worker.step}, not {rates}: "
+                f"a scheduler must see the same values on all ranks"
+            )
 
     def adapt(self, S: float, lr: float, step: int) -> None:
-        """The next period. Ranks hang if they differ in it: nothing here may come from one rank alone."""
+        """Chooses the next period. Ranks that disagree would hang, so nothing here may come from one rank alone."""
         if step <= self.calibration_end or self.samples == 0:
             if lr > 0:
                 self.samples += 1
@@ -107,7 +130,7 @@ class ADPSGD(Averaging):
 
     @property
     def calibration_end(self) -> int:
-        """The last step of calibration."""
+        """Returns the last step of calibration."""
         if self.calibration is not None:
             return self.warmup + self.calibration
         return self.warmup + (200 if self.total_steps is None else self.total_steps // 4)

@@ -1,4 +1,4 @@
-"""Full communication: every step uses the mean gradient, as in plain data-parallel training."""
+"""Full communication: every step uses the mean gradient, as in plain synchronous data-parallel training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from laconic.method import Method, Replica
 
 @dataclass
 class AllReduce(Method):
-    """The mean gradient of all workers before each step; nothing overlaps with computing.
+    """Averages the gradients of all workers before each step; communication does not overlap with computing.
 
-    A parameter that has no gradient on some ranks counts as zero there; one that has none anywhere stays without.
-    Bytes a step and worker: 2(n−1)/n · 4(d + p), with p the number of parameter tensors (a flag each).
-    `clip_grad_norm_` in the loop runs before the mean is taken: it clips each worker's own gradient.
+    A parameter without a gradient on some ranks counts as zero there; a parameter without a gradient on any rank keeps
+    none. `clip_grad_norm_` in the training loop runs before the average, so it clips each worker's local gradient.
+
+    Bytes per step and worker: 2(n−1)/n · 4(d + p), with p the number of parameter tensors (one flag each).
+
+    >>> import torch, laconic
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.Worker(model, optimizer, laconic.AllReduce()) as worker:
+    ...     model(torch.ones(3)).backward()
+    ...     optimizer.step()
     """
 
     def before_step(self, worker: Replica) -> None:

@@ -1,4 +1,4 @@
-"""Efficient-Adam: workers send quantized steps, a server answers with their quantized mean, both remember the rest.
+"""Efficient-Adam: workers send quantized optimizer steps, a server sends back their quantized mean.
 
 Chen, Shen, Liu, Luo, "Efficient-Adam: Communication-Efficient Distributed Adam", arXiv 2205.14473.
 """
@@ -6,6 +6,7 @@ Chen, Shen, Liu, Luo, "Efficient-Adam: Communication-Efficient Distributed Adam"
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -13,31 +14,45 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Comm, Pending
-from laconic.compress import Compressor, Identity, Log, encode_with_feedback
+from laconic.comm.coded_mean import CodedMean, Part, block_of, split
+from laconic.compress import Compressor, Identity, Log
 from laconic.method import Method, Replica, check_choice, check_count, state
-from laconic.methods.chunk import Chunk, Chunks, block_of
-from laconic.methods.cutting import Piece, Run, cut, pack, views
 
-STEP, PAUSE = 1, 0  # what a dedicated server is told to come next
+STEP, PAUSE = 1, 0  # what comes next, announced to a dedicated server
 
 
 @dataclass
 class EfficientAdam(Method):
-    """Own steps up, their mean down, both quantized with error feedback; after every step all workers hold the same x.
+    """Averages the workers' local optimizer steps, quantized in both directions with error feedback at both ends.
+
+        worker i:  p = u_i + e_i ;                 send Q_up(p) ;        e_i = p − Q_up(p)
+        server:    P = mean_i Q_up(p) + e_server ; send D = Q_down(P) ;  e_server = P − D
+        worker:    x = x_start + D
+
+    with u_i the step that the worker's optimizer made from x_start. After every step all workers hold the same x, bit
+    for bit. For links on which sending takes longer than computing, and iid data.
 
     Args:
         up: the compressor of the workers' steps.
-        down: the compressor of the server's answer.
-        server: `"sharded"`, every rank serves its share; or the rank of one parameter server. The result is the same
-            bit for bit; sharded, no rank carries more than another.
-        dedicated: the parameter server has no data: on its rank call `worker.serve()` where the others train.
-        exact_below: parameters of fewer entries than this travel unquantized, together in one message each way.
-        moments: `"averaged"` also averages the optimizer's state (Adam's m and v), unquantized, every `moments_every`
-            steps: for workers whose data differ in kind.
-        chunk: entries coded and sent at a time: chunk k is encoded while those before it are on the wire.
+        down: the compressor of the server's mean.
+        server: `"sharded"`, every rank serves an equal share of the parameters; or the rank of one parameter server.
+            The result is the same bit for bit. Sharded, no rank's link carries more than another's.
+        dedicated: the parameter server has no data: its rank calls `worker.serve()` where the others train.
+        exact_below: parameters with fewer entries than this are sent unquantized, all in one message each way.
+        moments: `"averaged"` also averages the optimizer's state (Adam's m and v), in fp32, every `moments_every`
+            steps: for non-iid data.
+        moments_every: steps between averages of the optimizer's state.
+        chunk: entries per message. Chunk k is encoded while the chunks before it are on the wire.
 
-    Bytes a step, up from all n workers to other ranks or down to them: (n − 1)·(⌈d·bits/8⌉ + 4·blocks); sharded, each
-    rank sends an n-th of that each way. One worker alone sends nothing and is the plain optimizer.
+    Bytes per step in each direction, all n workers together: (n − 1)·(⌈d·bits/8⌉ + 4·blocks). Sharded, each rank sends
+    an n-th of that each way. A single worker sends nothing and is the plain optimizer.
+
+    >>> import laconic
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    >>> with laconic.Worker(model, optimizer, laconic.EfficientAdam()) as worker:
+    ...     model(torch.ones(3)).backward()
+    ...     optimizer.step()
     """
 
     paper: ClassVar[str] = "arXiv 2205.14473"
@@ -51,8 +66,8 @@ class EfficientAdam(Method):
     moments_every: int = 200
     chunk: int = 2**18
 
-    e: Tensor = state()  # what this worker has not been able to say yet, in the packed order
-    e_server: Tensor = state()  # the same of the server, for the pieces it serves, in their order
+    e: Tensor = state()  # this worker's quantization error, in the packed order of `_segments`
+    e_server: Tensor = state()  # the quantization error of the entries that this rank serves, chunk by chunk
 
     def __post_init__(self) -> None:
         for name in ("up", "down"):
@@ -73,129 +88,166 @@ class EfficientAdam(Method):
         return not (self.dedicated and rank == self.server)
 
     def setup(self, worker: Replica) -> None:
-        rank, size, x = worker.comm.rank, worker.comm.size, worker.x
+        size, x = worker.comm.size, worker.x
         if isinstance(self.server, int) and self.server >= size:
             raise ValueError(f"server must be a rank from 0 to {size - 1}, not {self.server}")
         self._workers = [r for r in range(size) if self.trains(r)]
         if not self._workers:
-            raise ValueError("dedicated=True needs a rank that trains beside the server, and there is only one rank")
-        runs, quantized, exact = self._cut(worker)
-        d = x.numel()
-        numels = [sum(piece.numel for piece in pieces) for pieces in quantized + exact]
-        served = [[piece for piece in pieces if piece.server == rank] for pieces in quantized + exact]
-        numels_served = [sum(piece.numel for piece in pieces) for pieces in served]
-        # gloo works on two messages of a channel at a time. That keeps flows alike, which fills the links, where every
-        # rank sends to every other; but a parameter server should answer while there is more to come.
-        self._down = worker.comm if self.server == "sharded" else worker.comm.channel("foreground")
-        # x before the step, in the packed order.
-        self._x_start = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        self._whole = [(part, self._x_start[place]) for part, place in views(runs, x, [Piece(0, d, rank)])]
-        self.e = self._x_start.new_zeros(d if self.trains(rank) else 0)
-        self.e_server = self._x_start.new_zeros(sum(numels_served))
-        u, mean = self._x_start.new_empty(max(numels)), self._x_start.new_empty(max(numels_served))
-        chunks = Chunks(rank, size, self._workers, runs, x, self._x_start, self.e, u, mean)
-        quantizers = [(self.up, self.down)] * len(quantized) + [(Identity(), Identity())] * len(exact)
-        self._chunks = [
-            chunks.make(pieces, up, down, e_server)
-            for pieces, (up, down), e_server in zip(
-                quantized + exact, quantizers, torch.split(self.e_server, numels_served), strict=True
-            )
-        ]
+            raise ValueError("dedicated=True needs a rank that trains besides the server, and there is only one rank")
+        large, small = segments([p.numel() for p in worker.parameters], self.exact_below)
+        self._segments = large + small  # of x, in the packed order: large parameters first, then small ones
+        self._x_start = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))  # in the packed order
+        self._chunks = list(self._make_chunks(worker, sum(s.stop - s.start for s in large)))
         self._announced: Pending[list[Tensor]] | None = None
-        self._told_to_pause = False
+        self._pause_announced = False
 
-    def _cut(self, worker: Replica) -> tuple[list[Run], list[list[Piece]], list[list[Piece]]]:
-        """The packed order, and the quantized and the exact pieces of each chunk. Where they are cut does not depend
-        on who serves them, so neither does the result."""
-        servers = [r if self.server == "sharded" else self.server for r in self._workers]
-        runs, exact_from = pack([p.numel() for p in worker.parameters], self.exact_below)
-        d, unit = worker.x.numel(), math.lcm(block_of(self.up), block_of(self.down))
-        return runs, cut(0, exact_from, unit, self.chunk, servers), cut(exact_from, d, 1, d, servers)
+    def _make_chunks(self, worker: Replica, exact_from: int) -> Iterator[Chunk]:
+        comm, d = worker.comm, worker.x.numel()
+        # Where the vector is cut does not depend on who serves the parts, so neither does the result. Parts are whole
+        # blocks, so that with most compressors the chunk's length does not change the result either.
+        owners = self._workers if self.server == "sharded" else [self.server] * len(self._workers)
+        unit = math.lcm(block_of(self.up), block_of(self.down))
+        quantized = cut(0, exact_from, owners, self.chunk, unit)
+        exact = cut(exact_from, d, owners, d, 1)
+        # gloo works on two messages of a channel at a time. Sharded, that keeps the flows between ranks equal, which
+        # fills the links. But a parameter server must answer while more is coming in: that takes a second channel.
+        answer_comm = None if self.server == "sharded" else comm.channel("foreground")
+        served = [sum(part.numel for part in parts if part.owner == comm.rank) for parts in quantized + exact]
+        self.e = self._x_start.new_zeros(d if self.trains(comm.rank) else 0)
+        self.e_server = self._x_start.new_zeros(sum(served))
+        u = self._x_start.new_empty(max(parts[-1].stop - parts[0].start for parts in quantized + exact))
+        compressors = [(self.up, self.down)] * len(quantized) + [(Identity(), Identity())] * len(exact)
+        for parts, (up, down), e_server in zip(
+            quantized + exact, compressors, torch.split(self.e_server, served), strict=True
+        ):
+            start, stop = parts[0].start, parts[-1].stop
+            mean = CodedMean(
+                comm,
+                parts,
+                up,
+                down,
+                workers=self._workers,
+                residual=self.e[start:stop],
+                owner_residual=e_server,
+                answer_comm=answer_comm,
+                name="optimizer step",
+            )
+            views = [
+                (worker.x[in_x], self._x_start[packed], u[packed.start - start : packed.stop - start])
+                for in_x, packed in places(self._segments, start, stop)
+            ]
+            yield Chunk(mean, u[: stop - start], views)
 
     def before_step(self, worker: Replica) -> None:
         if worker.comm.size == 1:
             return
-        for part, start in self._whole:
-            start.copy_(part)
+        for in_x, packed in places(self._segments, 0, worker.x.numel()):
+            self._x_start[packed] = worker.x[in_x]
         if self.dedicated and self.trains(worker.comm.rank):
             self._announced = self._announce(worker.comm, STEP)
 
     def after_step(self, worker: Replica) -> None:
         if worker.comm.size == 1:
             return
-        # Chunk k is encoded while those before it go up, and answered while those after it do, so the wire is never out
-        # of work. All ranks start messages in this order, else they would wait for each other for ever.
-        rising = [self._tell_server(worker, chunk) for chunk in self._chunks]
-        falling = [self._answer(worker, chunk, up) for chunk, up in zip(self._chunks, rising, strict=True)]
-        for chunk, down in zip(self._chunks, falling, strict=True):
-            self._move(worker, chunk, down)
+        # A chunk is encoded while those before it are on their way to the server, and averaged while those after it
+        # are. All ranks must start their messages in the same order, or they would wait for each other forever.
+        transfers = []
+        for chunk in self._chunks:
+            for x, x_start, u in chunk.views:
+                torch.sub(x, x_start, out=u)
+            transfers.append(chunk.mean.send(chunk.u, step=worker.step))
+        for chunk, transfer in zip(self._chunks, transfers, strict=True):
+            chunk.mean.answer(transfer)
+        for chunk, transfer in zip(self._chunks, transfers, strict=True):
+            chunk.mean.receive(transfer, out=chunk.u)
+            for x, x_start, D in chunk.views:
+                torch.add(x_start, D, out=x)
         if self._announced is not None:
             self._announced.wait()
         if self.moments == "averaged" and worker.step % self.moments_every == 0:
             self._average_moments(worker)
-
-    def _tell_server(self, worker: Replica, chunk: Chunk) -> Pending[None]:
-        """Worker i: p = u_i + e_i, send Q_w(p), e_i = p − Q_w(p)."""
-        if self.trains(worker.comm.rank):
-            for x, x_start, u in chunk.parts:
-                torch.sub(x, x_start, out=u)
-        for coded in chunk.told:
-            encode_with_feedback(coded.compressor, coded.values, coded.residual, step=worker.step, out=coded.code)
-        return chunk.up.start(worker.comm)
-
-    def _answer(self, worker: Replica, chunk: Chunk, up: Pending[None]) -> Pending[None]:
-        """Server: P = mean(Q_w(p_i)) + e_s, send D = Q_s(P), e_s = P − D."""
-        up.wait()
-        chunk.mean.zero_()
-        for coded in chunk.heard:
-            coded.compressor.decode_add(coded.code, coded.values, step=worker.step)
-        chunk.mean.div_(len(self._workers))
-        for coded in chunk.answered:
-            encode_with_feedback(coded.compressor, coded.values, coded.residual, step=worker.step, out=coded.code)
-        chunk.copies[1:] = chunk.copies[0]
-        return chunk.down.start(self._down)
-
-    def _move(self, worker: Replica, chunk: Chunk, down: Pending[None]) -> None:
-        """Worker: x = x_start + D."""
-        down.wait()
-        for coded in chunk.moved:
-            coded.compressor.decode_add(coded.code, coded.values, step=worker.step)
-        for x, x_start, _ in chunk.parts:
-            x.copy_(x_start)
 
     def _average_moments(self, worker: Replica) -> None:
         for vector in worker.moments().values():
             if not self.trains(worker.comm.rank):
                 vector.zero_()
             worker.comm.mean(vector, out=vector)
-            if self.dedicated:  # the server's zeros were counted
+            if self.dedicated:  # the mean has counted the server's zeros
                 vector *= worker.comm.size / len(self._workers)
 
-    def _announce(self, comm: Comm, what: int) -> Pending[list[Tensor]]:
-        """The first worker tells a dedicated server what comes next; the server hears it."""
-        said = torch.full((1,), what, dtype=torch.uint8)
-        nothing = said[:0]
-        speaks, hears = comm.rank == self._workers[0], comm.rank == self.server
+    def _announce(self, comm: Comm, event: int) -> Pending[list[Tensor]]:
+        """Sends one byte from the first worker to the dedicated server: STEP or PAUSE comes next."""
+        message = torch.full((1,), event, dtype=torch.uint8)
+        sends, receives = comm.rank == self._workers[0], comm.rank == self.server
         return comm.all_to_all_async(
-            [said if speaks and rank == self.server else nothing for rank in range(comm.size)],
-            lengths=[1 if hears and rank == self._workers[0] else 0 for rank in range(comm.size)],
+            [message if sends and rank == self.server else message[:0] for rank in range(comm.size)],
+            lengths=[1 if receives and rank == self._workers[0] else 0 for rank in range(comm.size)],
         )
 
     def await_step(self, worker: Replica) -> bool:
-        if self._told_to_pause:
-            raise RuntimeError("the others wait at consensus(), save(), load() or the end: come there before serve()")
-        said = self._announce(worker.comm, PAUSE).wait()[self._workers[0]]
-        self._told_to_pause = said.item() == PAUSE
-        return not self._told_to_pause
+        if self._pause_announced:
+            raise RuntimeError(
+                f"worker.serve() was called again on rank {self.server} while the other ranks wait at consensus(), "
+                f"save(), load() or the end of the worker: call the same there before the next serve()"
+            )
+        event = self._announce(worker.comm, PAUSE).wait()[self._workers[0]]
+        self._pause_announced = event.item() == PAUSE
+        return not self._pause_announced
 
     def pause(self, worker: Replica) -> None:
         if not self.dedicated:
             return
         if self.trains(worker.comm.rank):
             self._announce(worker.comm, PAUSE).wait()
-        elif not self._told_to_pause and self.await_step(worker):
+        elif not self._pause_announced and self.await_step(worker):
             raise RuntimeError(
-                f"rank {self.server} is a server without data (dedicated=True), and the others make a step: "
+                f"rank {self.server} is a dedicated server and the other ranks are making a step: "
                 f"call worker.serve() there"
             )
-        self._told_to_pause = False
+        self._pause_announced = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Entries that are averaged by one message to the server and one back."""
+
+    mean: CodedMean
+    u: Tensor  # buffer for the local step, then for the mean; shared by all chunks
+    views: list[tuple[Tensor, Tensor, Tensor]]  # the same entries in x, in x before the step, and in u
+
+
+def segments(numels: Sequence[int], exact_below: int) -> tuple[list[slice], list[slice]]:
+    """Returns the runs of neighbouring parameters in x with at least `exact_below` entries, and those with fewer.
+
+    >>> segments([100, 5, 200, 300, 7], exact_below=10)
+    ([slice(0, 100, None), slice(105, 605, None)], [slice(100, 105, None), slice(605, 612, None)])
+    """
+    large: list[slice] = []
+    small: list[slice] = []
+    start = 0
+    for numel in numels:
+        runs = small if numel < exact_below else large
+        first = runs.pop().start if runs and runs[-1].stop == start else start
+        start += numel
+        runs.append(slice(first, start))
+    return large, small
+
+
+def places(packed: Sequence[slice], start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    """Yields where the entries `start` to `stop` of the packed order are: a slice of x, and one of the packed order."""
+    end = 0
+    for segment in packed:
+        begin, end = end, end + segment.stop - segment.start
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            shift = segment.start - begin
+            yield slice(first + shift, last + shift), slice(first, last)
+
+
+def cut(start: int, stop: int, owners: Sequence[int], chunk: int, unit: int) -> list[list[Part]]:
+    """Cuts the entries `start` to `stop` into chunks of about `chunk` entries, each with one part per owner."""
+    count = -(-(stop - start) // chunk)
+    n = len(owners)
+    parts = split(start, stop, list(owners) * count, unit) if count else []
+    chunks = [parts[i * n : (i + 1) * n] for i in range(count)]
+    return [parts for parts in chunks if parts[-1].stop > parts[0].start]

@@ -1,4 +1,4 @@
-"""Periodic averaging (local SGD, also CPSGD): workers step alone and average their parameters every `period` steps.
+"""Local SGD (periodic averaging, also CPSGD): workers train alone and average their parameters every `period` steps.
 
 Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767.
 """
@@ -15,10 +15,24 @@ from laconic.methods.averaging import Averaging, Moments, check_compressor
 
 @dataclass
 class LocalSGD(Averaging):
-    """The mean of the parameters every `period` steps: ADPSGD with a period that stays.
+    """Averages the parameters every `period` steps: ADPSGD with a constant period.
 
-    `moments="averaged"` also averages the optimizer's state (momentum, Adam's m and v) in each round.
-    `compressor` and the bytes are as in ADPSGD.
+    Args:
+        period: local steps between two rounds of averaging.
+        moments: `"averaged"` also averages the optimizer's state (momentum, Adam's m and v) in each round.
+        compressor: quantizes what is sent, with error feedback; such as `Uniform(4)`.
+
+    Bytes per round and worker are those of ADPSGD.
+
+    >>> import torch, laconic
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.Worker(model, optimizer, laconic.LocalSGD(period=2)) as worker:
+    ...     for _ in range(5):
+    ...         model(torch.ones(3)).backward()
+    ...         optimizer.step()
+    >>> worker.method.rounds
+    2
     """
 
     paper: ClassVar[str] = "arXiv 1805.09767"

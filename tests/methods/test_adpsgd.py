@@ -39,7 +39,7 @@ def test_agrees_with_the_oracle_through_a_drop_of_the_learning_rate(optimizer: s
                 path.append(worker.x.clone())
                 periods.append(worker.method.period)
                 if worker.meter.last_step.calls("foreground"):
-                    assert worker.meter.last_step.calls("foreground") == 1, "one all-reduce carries all"
+                    assert worker.meter.last_step.calls("foreground") == 1, "a round is one all-reduce"
                     rounds.append(step)
                     assert worker.method.variance is not None
                     variances.append(worker.method.variance)
@@ -57,7 +57,7 @@ def test_agrees_with_the_oracle_through_a_drop_of_the_learning_rate(optimizer: s
         initial_period=3, warmup=5, calibration=40, low=0.7, high=1.3, max_period=12,
     )  # fmt: skip
     results = laconic.spawn(run, workers)
-    assert max(expected.period) > 6, "the drop drives the period up, or this test shows little"
+    assert max(expected.period) > 6, "the drop of the learning rate must increase the period, or this test shows little"
     for worker, (path, periods, rounds, variances) in enumerate(results):
         assert rounds == expected.rounds
         assert periods == expected.period
@@ -89,7 +89,7 @@ def test_without_bounds_it_is_local_sgd() -> None:
 
 
 def rounds_of_noise(settings: list[tuple[float, float]], d: int = D, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """For each (scale, shift), a round in which x moves by scale · (noise + shift): S, x before, x after."""
+    """For each (scale, shift), moves x by scale · (noise + shift) and runs a round. Returns S, x before and x after."""
     results = []
     for scale, shift in settings:
         model = nn.Linear(d, 1, bias=False, dtype=dtype)
@@ -100,24 +100,24 @@ def rounds_of_noise(settings: list[tuple[float, float]], d: int = D, dtype: torc
             noise = torch.randn(d, generator=torch.Generator().manual_seed(worker.rank), dtype=torch.float64)
             model.weight.grad = (-scale * (noise + shift)).to(dtype).view(1, d)
             optimizer.step()
-            own = start + (scale * (noise + shift)).to(dtype)  # what SGD does
-            results.append((worker.method.variance, own.double(), worker.x.double().clone()))
+            before = start + (scale * (noise + shift)).to(dtype)  # the step of SGD
+            results.append((worker.method.variance, before.double(), worker.x.double().clone()))
     return results
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(500, torch.float32), (70_000, torch.float32), (500, torch.float64)])
 def test_the_variance_is_that_of_the_definition(d: int, dtype: torch.dtype) -> None:
-    """Among 3 workers: not negative, unchanged by a common shift, scaling with the square."""
+    """It is not negative, is unchanged by a common shift, and scales with the square."""
     settings = [(0.1, 0.0), (0.1, 3.0), (0.3, 0.0), (0.0, 0.0)]
     by_rank = laconic.spawn(rounds_of_noise, 3, settings, d, dtype)
     variances = []
     for of_setting in zip(*by_rank, strict=True):
         S = of_setting[0][0]
         assert all(other == S for other, _, _ in of_setting), "the same number on all ranks"
-        own = torch.stack([x for _, x, _ in of_setting])
-        assert pytest.approx((own - own.mean(0)).square().sum(1).mean().item(), rel=1e-4, abs=1e-12) == S
+        before = torch.stack([x for _, x, _ in of_setting])
+        assert pytest.approx((before - before.mean(0)).square().sum(1).mean().item(), rel=1e-4, abs=1e-12) == S
         for _, _, x in of_setting:
-            torch.testing.assert_close(x, own.mean(0), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(x, before.mean(0), rtol=1e-6, atol=1e-6)
         variances.append(S)
     assert variances[1] == pytest.approx(variances[0], rel=1e-4)
     assert variances[2] == pytest.approx(9 * variances[0], rel=1e-4)
@@ -125,10 +125,10 @@ def test_the_variance_is_that_of_the_definition(d: int, dtype: torch.dtype) -> N
 
 
 def test_models_in_16_bits_have_a_variance_too() -> None:
-    """x is bfloat16, and travels in fp32."""
+    """x is bfloat16, and is sent in fp32."""
     by_rank = laconic.spawn(rounds_of_noise, 2, [(1.0, 0.0)], 500, torch.bfloat16)
-    own = torch.stack([x for [(_, x, _)] in by_rank])
-    assert by_rank[0][0][0] == pytest.approx((own - own.mean(0)).square().sum(1).mean().item(), rel=1e-2)
+    before = torch.stack([x for [(_, x, _)] in by_rank])
+    assert by_rank[0][0][0] == pytest.approx((before - before.mean(0)).square().sum(1).mean().item(), rel=1e-2)
     assert torch.equal(by_rank[0][0][2], by_rank[1][0][2])
 
 
@@ -149,7 +149,7 @@ def test_payload_is_the_formula() -> None:
 
 
 def scripted(method: laconic.ADPSGD, script: list[tuple[float, float]]) -> list[int]:
-    """The periods that follow a sequence of (S, γ), one round a step."""
+    """Returns the periods after each of a sequence of (S, γ), one round per step."""
     periods = []
     for step, (S, lr) in enumerate(script, start=1):
         method.adapt(S, lr, step)
@@ -183,7 +183,7 @@ def test_a_calibration_without_variance_or_learning_rate() -> None:
     assert scripted(no_variance, [(0.0, 0.1)] * 3 + [(5.0, 0.1)] * 3) == [4] * 6, "C = 0: nothing to compare with"
     no_rate = laconic.ADPSGD(calibration=2)
     assert scripted(no_rate, [(0.0, 0.0)] * 4 + [(0.2, 0.1), (0.1, 0.1), (0.1, 0.1)]) == [4] * 5 + [5, 6]
-    assert pytest.approx(2.0) == no_rate.C, "the first round with a learning rate above 0 ends it"
+    assert pytest.approx(2.0) == no_rate.C, "the first round with a learning rate above 0 ends the calibration"
 
 
 @given(
@@ -311,7 +311,7 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
 
 
 def test_learning_rates_that_differ_between_ranks_are_noticed() -> None:
-    """Rank 1's falls, as a schedule on its own validation loss would make it: the periods would part."""
+    """Rank 1's learning rate falls, as by a scheduler that sees the local validation loss: the periods would differ."""
 
     def run() -> str:
         model = build_model()

@@ -17,7 +17,7 @@ def test_agrees_with_the_oracle(optimizer: str, workers: int) -> None:
 
 
 def test_parameters_without_a_gradient() -> None:
-    """Used on one rank: the other counts as zero in the mean. Used nowhere: no gradient, it stays."""
+    """A parameter used on one rank counts as zero on the other; a parameter used nowhere has no gradient and stays."""
 
     def run() -> tuple[float, bool, float]:
         model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(())) for name in ("both", "one", "none")})
@@ -35,7 +35,7 @@ def test_parameters_without_a_gradient() -> None:
 
 
 def test_gradients_kept_in_place_are_not_lost() -> None:
-    """zero_grad(set_to_none=False) leaves the mean's own memory as gradient, into which the next backward adds."""
+    """After zero_grad(set_to_none=False), the next backward pass adds into the memory that holds the mean."""
 
     def run() -> list[float]:
         model = torch.nn.Linear(1, 1, bias=False)

@@ -1,4 +1,4 @@
-"""Efficient-Adam over real processes: against the oracle, its invariants, both arrangements of the server."""
+"""Efficient-Adam over real processes: the oracle, the invariants, and both arrangements of the server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic
+from laconic.comm import coded_mean
 from laconic.compress import (
     Compressor,
     Half,
@@ -24,7 +25,6 @@ from laconic.compress import (
     Uniform,
     encode_with_feedback,
 )
-from laconic.methods import efficient_adam
 from tests.helpers import adam, train_step
 from tests.oracles.efficient_adam import efficient_adam as oracle
 
@@ -65,7 +65,7 @@ def working(method: laconic.EfficientAdam) -> Iterator[laconic.Worker]:
 
 
 def train(worker: laconic.Worker, steps: int, data: int | None = None) -> list[Tensor]:
-    """x after every step; on a server without data, nothing."""
+    """Returns x after every step; nothing on a dedicated server."""
     if not worker.method.trains(worker.rank):
         worker.serve()
         return []
@@ -77,7 +77,7 @@ def train(worker: laconic.Worker, steps: int, data: int | None = None) -> list[T
 
 
 def run_all(methods: list[laconic.EfficientAdam], steps: int, data: int | None = None) -> list[list[Tensor]]:
-    """The path of each method, one after another in the same processes."""
+    """Returns the path of each method, trained one after another in the same processes."""
     paths = []
     for method in methods:
         with working(method) as worker:
@@ -111,7 +111,7 @@ def test_neither_the_server_s_rank_nor_the_chunks_change_the_result() -> None:
 
 
 def test_a_dedicated_server_is_the_same_as_none() -> None:
-    """Two workers and a server beside them, on whatever rank, against two workers alone."""
+    """Compares two workers and a dedicated server, on any rank, with two workers and no server."""
     dedicated = [replace(QUANTIZED, server=rank, dedicated=True, exact_below=61) for rank in range(3)]
 
     def serve_and_train() -> list[list[Tensor]]:
@@ -128,7 +128,7 @@ def test_a_dedicated_server_is_the_same_as_none() -> None:
 
 
 class Recorded(torch.optim.Adam):
-    """Adds up its own steps. (A hook would see what the method has made of them.)"""
+    """Sums the local steps. (A hook would see x after the method has replaced them by their mean.)"""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=1e-2)
@@ -144,7 +144,7 @@ class Recorded(torch.optim.Adam):
 
 
 def conservation(method: laconic.EfficientAdam, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x₀ + Σ u_i, x, e_i and e_s (each d long, in fp64, in the order of x) on this rank, after some steps."""
+    """Returns x₀ + Σ u_i, x, e_i and e_server of this rank after some steps, all in fp64 and in the order of x."""
     model = build_model()
     optimizer = Recorded(model)
     with laconic.Worker(model, optimizer, method) as worker:
@@ -153,22 +153,16 @@ def conservation(method: laconic.EfficientAdam, steps: int) -> tuple[Tensor, Ten
         total = start + optimizer.total
         method = worker.method  # type: ignore[assignment]
         e, e_server = torch.zeros(d()), torch.zeros(d())
-        in_order = torch.cat([torch.arange(d())[view] for chunk in method._chunks for view in in_x(chunk, worker.x)])
+        in_order = torch.cat([torch.arange(d())[segment] for segment in method._segments])
         e[in_order] = method.e
-        _, quantized, exact = method._cut(worker)
-        pieces = [piece for chunk in quantized + exact for piece in chunk if piece.server == worker.rank]
-        served = [in_order[piece.start : piece.stop] for piece in pieces]
+        parts = [part for chunk in method._chunks for part in chunk.mean.parts if part.owner == worker.rank]
+        served = [in_order[part.start : part.stop] for part in parts]
         e_server[torch.cat([in_order[:0], *served])] = method.e_server
         return total, worker.x.double(), e.double(), e_server.double()
 
 
-def in_x(chunk: Any, x: Tensor) -> list[slice]:
-    offset = x.storage_offset()
-    return [slice(v.storage_offset() - offset, v.storage_offset() - offset + v.numel()) for v, _, _ in chunk.parts]
-
-
 def lost(results: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> float:
-    """The largest entry of x + e_s + mean(e_i) − (x₀ + Σ mean(u_i)): what was told to nobody, or twice."""
+    """Returns the largest entry of x + e_server + mean(e_i) − (x₀ + Σ mean(u_i)): steps lost or applied twice."""
     total = torch.stack([r[0] for r in results]).mean(0)
     e = torch.stack([r[2] for r in results]).mean(0)
     e_server = torch.stack([r[3] for r in results]).sum(0)
@@ -202,7 +196,7 @@ def test_feedback_that_counts_the_residual_twice_is_caught(at: str) -> None:
         return code
 
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        efficient_adam.encode_with_feedback = mutant
+        coded_mean.encode_with_feedback = mutant
         return conservation(replace(QUANTIZED, down=Log(4, block=BLOCK)), 5)
 
     assert lost(laconic.spawn(run, 2)) > 1e-4
@@ -216,7 +210,7 @@ def test_identical_workers_are_one(size: int) -> None:
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
 
 
-def test_without_quantizing_it_is_the_mean_of_the_own_steps() -> None:
+def test_without_quantization_it_is_the_mean_of_the_local_steps() -> None:
     exactly = [
         laconic.EfficientAdam(up=Identity(), down=Identity()),
         laconic.EfficientAdam(up=LOG, down=LOG, exact_below=10**6),
@@ -348,17 +342,33 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(first, second)
 
 
-def test_a_gradient_that_is_not_finite_is_named() -> None:
-    def run() -> None:
-        with working(QUANTIZED) as worker:
-            train(worker, 2)
-            for p in worker.model.parameters():
-                p.grad = torch.full_like(p, torch.nan if worker.rank == 1 else 1.0)
-            worker.optimizer.step()
+@pytest.mark.parametrize(
+    "method",
+    [
+        QUANTIZED,
+        replace(QUANTIZED, server=0),
+        replace(QUANTIZED, server=0, dedicated=True),
+        laconic.EfficientAdam(up=Identity(), down=Half()),
+    ],
+)
+def test_a_gradient_that_is_not_finite_raises_on_all_ranks_and_names_the_rank(method: laconic.EfficientAdam) -> None:
+    def run() -> str:
+        try:
+            with working(method) as worker:
+                if not method.trains(worker.rank):
+                    worker.serve()
+                train(worker, 2)
+                for p in worker.model.parameters():
+                    p.grad = torch.ones_like(p)
+                if worker.rank == 2:
+                    next(worker.model.parameters()).grad.view(-1)[-1] = torch.nan  # type: ignore[union-attr]
+                worker.optimizer.step()
+        except FloatingPointError as error:
+            return str(error)
+        return "no error"
 
-    with pytest.raises(laconic.WorkerFailed, match=r"(?i)finite") as caught:
-        laconic.spawn(run, 2)
-    assert caught.value.rank == 1
+    for message in laconic.spawn(run, 3):
+        assert message.startswith("NaN or infinity in the optimizer step of rank 2 at step 3: ")
 
 
 @pytest.mark.parametrize("mistake", ["does not serve", "serves twice"])
@@ -371,7 +381,7 @@ def test_a_dedicated_server_that_does_not_serve_raises(mistake: str) -> None:
                 worker.serve()
                 worker.serve()
 
-    message = r"call worker.serve\(\) there" if mistake == "does not serve" else r"come there before serve\(\)"
+    message = r"call worker.serve\(\) there" if mistake == "does not serve" else r"before the next serve\(\)"
     with pytest.raises(laconic.WorkerFailed, match=message):
         laconic.spawn(run, 2)
 

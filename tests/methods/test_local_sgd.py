@@ -39,7 +39,7 @@ def test_payload_is_the_formula() -> None:
 
 
 def test_averaged_moments_where_a_rank_has_none() -> None:
-    """Rank 1 never had a gradient for the second layer, so its optimizer holds no momentum there: that counts as 0."""
+    """Each rank has a gradient, and so momentum, for one of two parameters only: the missing momentum counts as 0."""
 
     def run() -> list[float]:
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))])

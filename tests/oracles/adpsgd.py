@@ -1,4 +1,4 @@
-"""Adaptive periodic averaging: several models that step alone, and become their mean as often as the variance asks."""
+"""Adaptive periodic averaging as one loop: the variance among the models decides when they are averaged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.oracles.local_sgd import average
 
 @dataclass
 class History:
-    x: list[list[Tensor]] = field(default_factory=list)  # for each step, of each worker
+    x: list[list[Tensor]] = field(default_factory=list)  # for each step, x of each worker
     period: list[int] = field(default_factory=list)  # after each step
-    rounds: list[int] = field(default_factory=list)  # the steps, from 1, that ended with a round
+    rounds: list[int] = field(default_factory=list)  # the steps, counted from 1, that ended with a round
     variance: list[float] = field(default_factory=list)  # at each round
 
 
@@ -31,7 +31,7 @@ def adpsgd(
     high: float,
     max_period: int,
 ) -> History:
-    """`lr_at`: the step from which a learning rate holds."""
+    """Trains all workers. `lr_at` maps a step to the learning rate from that step on."""
     models = [build_model() for _ in range(workers)]
     optimizers = [optimize(model) for model in models]
     history, period, count, ratios = History(), initial_period, 0, []

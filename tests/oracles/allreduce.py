@@ -9,7 +9,7 @@ from tests.helpers import Optimize, build_model, flat, loss
 
 
 def allreduce(optimize: Optimize, workers: int, steps: int) -> list[Tensor]:
-    """x after every step (the same on all workers)."""
+    """Returns x after every step (the same on all workers)."""
     model = build_model()
     optimizer = optimize(model)
     path = []

@@ -1,4 +1,4 @@
-"""Efficient-Adam as one loop over all workers: whole vectors, no chunks, no servers, no wire."""
+"""Efficient-Adam as one loop over all workers: whole vectors, no chunks, no owners, no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def efficient_adam(
     quantize_up: Callable[[Tensor], Tensor],
     quantize_down: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """x after every step; `workers` says whose data each worker sees."""
+    """Returns x after every step. `workers[i]` is the index of the data that worker i sees."""
     models = [build() for _ in workers]
     optimizers = [optimize(model) for model in models]
     x = flat(models[0])

@@ -1,4 +1,4 @@
-"""Periodic averaging: several models that step alone, and become their mean every `period` steps."""
+"""Local SGD as one loop: several models train alone and are replaced by their mean every `period` steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.helpers import Optimize, build_model, flat, train_step
 
 
 def local_sgd(optimize: Optimize, workers: int, steps: int, period: int, moments: str) -> list[list[Tensor]]:
-    """For each step, x of each worker."""
+    """Returns, for each step, x of each worker."""
     models = [build_model() for _ in range(workers)]
     optimizers = [optimize(model) for model in models]
     path = []

@@ -1,10 +1,10 @@
-"""Seconds and bytes of a step of Efficient-Adam on emulated links, beside torch DDP and computing alone (as root).
+"""Seconds and bytes of a step of Efficient-Adam on emulated links, compared with DDP and computing alone (as root).
 
-python benchmarks/efficient_adam_step.py time --link 100mbit
-python benchmarks/efficient_adam_step.py time --link 1gbit
-python benchmarks/efficient_adam_step.py workers --link 100mbit
+python benchmarks/efficient_adam/step.py time --link 100mbit
+python benchmarks/efficient_adam/step.py time --link 1gbit
+python benchmarks/efficient_adam/step.py workers --link 100mbit
 
-The ways take turns, several times, in the same processes, so that all of them see the same machine.
+The methods take turns, several times, in the same processes, so that all of them see the same machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIGN = "efficient_adam+up=sign+down=sign"
 
 
 class FusedFashion(Fashion):
-    """The task with torch's fused Adam: the same numbers to rounding, in a seventh of the time on a CPU."""
+    """The task with torch's fused Adam: the same results to rounding, in a seventh of the time on a CPU."""
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return Adam(model.parameters(), lr=self.lr, fused=True)
@@ -40,11 +40,11 @@ class FusedFashion(Fashion):
 
 @dataclass
 class Turn:
-    """One worker's steps in one way, in one turn."""
+    """One worker's steps with one method, in one turn."""
 
     seconds: list[float]
     payload_nbytes: float  # a step
-    card_nbytes: float  # a step, as the network card counted them
+    card_nbytes: float  # a step, as counted by the network interface (NIC)
     cpu_seconds: float  # a step, of all threads
 
 
@@ -101,7 +101,7 @@ def measure(workers: int, link: str, ways: list[str], fused: bool, steps: int, r
     results = {}
     for way in ways:
         by_turn = list(zip(*(rank[way] for rank in ranks), strict=True))
-        # The slowest worker's, since workers that do not wait for each other leave the cores to those behind them.
+        # The slowest worker counts: workers that do not wait for each other leave their cores to the slower ones.
         means = [1e3 * max(statistics.fmean(turn.seconds) for turn in turns) for turns in by_turn]
         last = by_turn[-1]
         results[way] = Result(
@@ -116,9 +116,9 @@ def measure(workers: int, link: str, ways: list[str], fused: bool, steps: int, r
 
 
 def print_table(results: dict[str, Result], link: str) -> None:
-    """The floor is computing alone and the payload of the busiest worker at the rate of the link."""
+    """Prints the table. The floor is computing alone plus the payload of the busiest worker at the rate of the link."""
     rate = parse_link(link).bits_per_second / 8e3  # bytes a millisecond
-    print("| way | ms a step: median | of turns | CPU ms a worker | payload, kB | card, kB | floor, ms | × |")
+    print("| method | ms a step: median | of turns | CPU ms a worker | payload, kB | NIC, kB | floor, ms | × |")
     print("|---|---|---|---|---|---|---|---|")
     for way, r in results.items():
         floor = results["none"].milliseconds + r.payload_nbytes / rate
@@ -152,7 +152,7 @@ def compare_workers(link: str, steps: int, rounds: int) -> None:
         print(f"\n{workers} workers, {link}\n")
         print_table(results, link)
         over = results["efficient_adam"].milliseconds - results["none"].milliseconds
-        print(f"sharded, beyond the compute floor: {over:.1f} ms", flush=True)
+        print(f"sharded, more than computing alone: {over:.1f} ms", flush=True)
 
 
 def main() -> None:

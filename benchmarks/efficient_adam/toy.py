@@ -1,6 +1,6 @@
 """Efficient-Adam: the toy convex problem with and without error feedback.
 
-python benchmarks/efficient_adam.py --out docs/methods/efficient_adam_toy.svg
+python benchmarks/efficient_adam/toy.py --out docs/methods/efficient_adam_toy.svg
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ D = 256
 
 @dataclass
 class WithoutFeedback(laconic.EfficientAdam):
-    """What the quantizers leave behind is forgotten."""
+    """Discards the quantization errors at both ends after each step."""
 
     def after_step(self, worker: Replica) -> None:
         super().after_step(worker)
@@ -31,12 +31,12 @@ class WithoutFeedback(laconic.EfficientAdam):
         self.e_server.zero_()
 
 
-def ways() -> dict[str, laconic.Method]:
+def methods() -> dict[str, laconic.Method]:
     def both(compressor: Compressor) -> dict[str, Compressor]:
         return {"up": compressor, "down": compressor}
 
     return {
-        "no quantizing": laconic.EfficientAdam(**both(Identity())),
+        "no quantization": laconic.EfficientAdam(**both(Identity())),
         "3 bits, feedback": laconic.EfficientAdam(**both(Log(3, block=D))),
         "3 bits, no feedback": WithoutFeedback(**both(Log(3, block=D))),
         "1 bit, feedback": laconic.EfficientAdam(**both(Sign(block=D))),
@@ -45,10 +45,10 @@ def ways() -> dict[str, laconic.Method]:
 
 
 class Toy(nn.Module):
-    """f(w) = ½ Σ s_j (w_j − w*_j)² over 248 of 256 coordinates; the gradient of the other 8 is noise and nothing else.
+    """f(w) = ½ Σ s_j (w_j − w*_j)² over 248 of 256 coordinates; the gradient of the other 8 is pure noise.
 
-    Convex, with the same optimum for every worker. The noise keeps a block's scale up while the rest comes to its
-    optimum, so that small steps are rounded to nothing, unless they are remembered.
+    Convex, with the same optimum for every worker. The noise keeps the block's scale large while the rest approaches
+    its optimum, so small steps are rounded to zero unless error feedback accumulates them.
     """
 
     def __init__(self, seed: int) -> None:
@@ -67,9 +67,9 @@ class Toy(nn.Module):
 
 
 def descend(seed: int, steps: int) -> dict[str, list[float]]:
-    """f after every step, in one worker."""
+    """Trains with every method and returns f after every step, on one worker."""
     curves = {}
-    for name, method in ways().items():
+    for name, method in methods().items():
         model = Toy(seed)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -100,7 +100,7 @@ def toy(workers: int, steps: int, seeds: int, out: Path) -> None:
 
 
 def plot(curves: dict[str, list[float]], title: str) -> str:
-    """Curves over steps with a logarithmic axis, as a plain SVG."""
+    """Draws curves over steps with a logarithmic axis, as a plain SVG."""
     width, height, left, top, bottom = 720, 400, 60, 30, 40
     steps = max(map(len, curves.values()))
     low, high = -9, 2
@@ -128,7 +128,7 @@ def plot(curves: dict[str, list[float]], title: str) -> str:
     for (name, curve), colour in zip(curves.items(), colours, strict=True):
         every = max(1, len(curve) // 240)
         points = " ".join(f"{x(i):.1f},{y(curve[i]):.1f}" for i in range(0, len(curve), every))
-        dashes = ' stroke-dasharray="5 4"' if name == "no quantizing" else ""
+        dashes = ' stroke-dasharray="5 4"' if name == "no quantization" else ""
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
     placed = sorted((y(curve[-1]), name, colour) for (name, curve), colour in zip(curves.items(), colours, strict=True))
     last = 0.0

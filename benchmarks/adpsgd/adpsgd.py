@@ -1,8 +1,8 @@
-"""The figures of ADPSGD: its own work, against a constant period, against quantization, and its speed-ups.
+"""The figures of ADPSGD: its overhead, comparisons with a constant period and with quantization, and its speed-ups.
 
-python benchmarks/adpsgd.py own-work
-python benchmarks/adpsgd.py training --task fashion --out runs/adpsgd-fashion
-python benchmarks/adpsgd.py speed --workers 2 --batch-size 128 --steps 400 --out runs/adpsgd-speed   (as root)
+python benchmarks/adpsgd/adpsgd.py overhead
+python benchmarks/adpsgd/adpsgd.py training --task fashion --out runs/adpsgd-fashion
+python benchmarks/adpsgd/adpsgd.py speed --workers 2 --batch-size 128 --steps 400 --out runs/adpsgd-speed   (as root)
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from laconic.tasks.fashion import Fashion
 
 # At 6, with the rate divided by 10 after half of the steps, about as many rounds as a constant period of 8 in total.
 ADPSGD = "adpsgd+initial_period=6+total_steps={}"
-# The paper's regimes as ρ, 10 Gbit/s and then 100 Gbit/s, and its speed-ups over full communication.
+# The paper's settings as ρ (sending time over computing time): 10 Gbit/s, then 100 Gbit/s; and its speed-ups.
 GOALS = {0.56: 1.46, 1.26: 1.95, 0.16: 1.14, 0.32: 1.27}
 
 
 class Quiet(Solo):
-    """Two workers of which the other says nothing: what is left of a round is the method's own work."""
+    """Two workers without a network: what remains of a round is the method's overhead."""
 
     size = 2
 
@@ -59,9 +59,9 @@ class QuietReplica:
         return self.x_and_scalar[:-1]
 
 
-def own_work(d: int, repetitions: int) -> dict[str, list[float]]:
-    """Seconds of this thread (not those when others had the core) for a copy of the vector, and for a round of
-    ADPSGD without its all-reduce, taken in turns."""
+def overhead(d: int, repetitions: int) -> dict[str, list[float]]:
+    """Measures CPU seconds of this thread for a copy of the vector and for a round of ADPSGD without its all-reduce,
+    in turns."""
     replica = QuietReplica(torch.randn(d + 1), Quiet())
     method = laconic.ADPSGD(initial_period=1, max_period=1, calibration=1)
     method.setup(replica)  # type: ignore[arg-type]
@@ -80,12 +80,12 @@ def own_work(d: int, repetitions: int) -> dict[str, list[float]]:
     return seconds
 
 
-def print_own_work(repetitions: int) -> None:
+def print_overhead(repetitions: int) -> None:
     torch.set_num_threads(1)
     print("| entries | copy, ms | round, ms | ratio of medians | median of ratios | ratio of minima |")
     print("|---|---|---|---|---|---|")
     for d in (1_000_000, 1_860_000, 16_700_000):
-        seconds = own_work(d, repetitions if d > 10_000_000 else 5 * repetitions)
+        seconds = overhead(d, repetitions if d > 10_000_000 else 5 * repetitions)
         copy, round_ = (statistics.median(seconds[name]) for name in ("copy", "round"))
         in_turn = statistics.median(b / a for a, b in zip(seconds["copy"], seconds["round"], strict=True))
         least = min(seconds["round"]) / min(seconds["copy"])
@@ -153,9 +153,9 @@ def summary(record: Record) -> dict[str, float]:
 
 
 def print_means(records: list[Record]) -> None:
-    """A line for each way: means over seeds, with the least and the greatest."""
+    """Prints a line per method: means over seeds, with the least and the greatest."""
     columns = list(dict.fromkeys(name for record in records for name in summary(record)))
-    print("| way |" + "".join(f" {name} |" for name in columns))
+    print("| method |" + "".join(f" {name} |" for name in columns))
     print("|---|" + "---|" * len(columns))
     for way in dict.fromkeys(record.name for record in records):
         runs = [summary(record) for record in records if record.name == way]
@@ -167,7 +167,7 @@ def print_means(records: list[Record]) -> None:
 
 
 def training(task: Task, workers: int, steps: int, seeds: range, out: Path) -> list[Record]:
-    """Figures 1 and 2: the budget of rounds spent evenly or as the variance asks; quantized gradients beside it."""
+    """Compares an adaptive period with constant ones, and with quantized gradients."""
     adaptive = ADPSGD.format(steps)
     names = [adaptive, "local_sgd+period=8", "local_sgd+period=4", "allreduce", "qsgd"]
     names += [f"{adaptive}+compressor=uniform:4", f"adpsgd+initial_period=1+total_steps={steps}+compressor=uniform:4"]
@@ -177,10 +177,10 @@ def training(task: Task, workers: int, steps: int, seeds: range, out: Path) -> l
 
 
 def speed(task: Task, workers: int, steps: int, seeds: range, rhos: list[float], out: Path) -> list[Record]:
-    """Figure 3: seconds of whole runs over links slow enough for each ρ."""
+    """Measures the seconds of whole runs over links slow enough for each ρ."""
     names = [ADPSGD.format(steps), "allreduce", "ddp"]
     records: list[Record] = []
-    print("| ρ | seed | link | adpsgd, s | allreduce, s | ddp, s | × allreduce | asked for | × ddp | mean period |")
+    print("| ρ | seed | link | adpsgd, s | allreduce, s | ddp, s | × allreduce | target | × ddp | mean period |")
     print("|" + "---|" * 10)
     for seed, rho in itertools.product(seeds, rhos):
         plan = Plan(task, workers, steps, seed, evaluations=2, rho=rho)
@@ -199,7 +199,7 @@ def speed(task: Task, workers: int, steps: int, seeds: range, rhos: list[float],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["own-work", "training", "speed"])
+    parser.add_argument("figure", choices=["overhead", "training", "speed"])
     parser.add_argument("--task", choices=["digits", "fashion", "cifar10"], default="fashion")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=800)
@@ -213,8 +213,8 @@ def main() -> None:
     seeds = range(given.seed, given.seed + given.seeds)
     task = dataclasses.replace(stepped_task(given.task), batch_size=given.batch_size)
     match given.figure:
-        case "own-work":
-            print_own_work(given.repetitions)
+        case "overhead":
+            print_overhead(given.repetitions)
         case "training":
             training(task, given.workers, given.steps, seeds, given.out)
         case "speed":

@@ -1,7 +1,7 @@
-"""The anchor's measurements for fp32 on the CPU, each in one pass over x, at the speed of memory.
+"""The anchor's distances for fp32 on the CPU, each in one pass over x at the speed of memory.
 
-Sums run in LANES independent fp32 lanes, emptied into a double every FLUSH rows. This fixes the order of all additions,
-so a result does not depend on the width of the processor's vectors, and yet the compiler can use them.
+Sums run in LANES independent fp32 lanes, which are added to a double and cleared every FLUSH rows. This fixes the order
+of all additions, so the result does not depend on the processor's vector width, and the compiler can still vectorize.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 LANES = 1024
 FLUSH = 64
-STREAMS = 4  # parts of the vector that are read side by side: a core gets more from memory so than in one stream
+STREAMS = 4  # parts of the vector that are read in turn: one core reads memory faster this way than in one stream
 
 
 def squared_distance(x: Tensor, anchor: Tensor) -> float:
@@ -32,16 +32,16 @@ def move_anchor(x: Tensor, anchor: Tensor) -> float:
 def _squared_distance(x: Any, anchor: Any) -> Any:
     lanes = np.zeros(LANES, np.float32)
     total = 0.0
-    part = x.size // (LANES * STREAMS)  # rows of each stream
-    for row in range(part):
+    rows = x.size // (LANES * STREAMS)  # of each stream
+    for row in range(rows):
         for stream in range(STREAMS):
-            start = (stream * part + row) * LANES
+            start = (stream * rows + row) * LANES
             _add_squares(lanes, x[start : start + LANES], anchor[start : start + LANES])
         if row % (FLUSH // STREAMS) == FLUSH // STREAMS - 1:
-            total += _empty(lanes)
-    for start in range(part * STREAMS * LANES, x.size, LANES):
+            total += _flush(lanes)
+    for start in range(rows * STREAMS * LANES, x.size, LANES):
         _add_squares(lanes, x[start : start + LANES], anchor[start : start + LANES])
-    return total + _empty(lanes)
+    return total + _flush(lanes)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -53,13 +53,14 @@ def _add_squares(lanes: Any, x: Any, anchor: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _truncate(bits: Any, anchor: Any) -> None:
-    """float32, given as its bits, to bfloat16, towards zero: cheaper than to the nearest, and never infinite."""
+    """Rounds float32, given as its bits, to bfloat16 towards zero: cheaper than to the nearest, and never infinite."""
     for i in range(bits.size):
         anchor[i] = bits[i] >> np.uint32(16)
 
 
 @numba.njit(nogil=True, cache=True)
-def _empty(lanes: Any) -> Any:
+def _flush(lanes: Any) -> Any:
+    """Returns the sum of the lanes, and sets them to 0."""
     total = 0.0
     for j in range(lanes.size):
         total += lanes[j]

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.anchor import LARGE, lay_anchor, move_anchor, squared_distance, squared_distance_torch
-from laconic.anchor_kernels import FLUSH, LANES, STREAMS
+from laconic.methods.averaging.anchor import LARGE, make_anchor, move_anchor, squared_distance, squared_distance_torch
+from laconic.methods.averaging.anchor_numba import FLUSH, LANES, STREAMS
 
 
 def vectors(d: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,7 +17,7 @@ def vectors(d: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[
 @pytest.mark.parametrize("d", [0, 1, 1000])
 def test_distances_are_those_of_the_definition(d: int, dtype: torch.dtype) -> None:
     start, x = vectors(d, dtype=dtype)
-    anchor, offset = lay_anchor(start)
+    anchor, offset = make_anchor(start)
     assert offset == pytest.approx((start.double() - anchor.double()).square().sum().item(), rel=1e-12)
     assert offset <= 2e-5 * start.double().square().sum().item()
     expected = (x.double() - anchor.double()).square().sum().item()
@@ -30,7 +30,7 @@ def test_distances_are_those_of_the_definition(d: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("d", [LARGE, LARGE + 1, LANES * FLUSH * 2 - 1, LANES * FLUSH * 2 + LANES + 1])
 def test_the_kernels_agree_with_torch(d: int) -> None:
     start, x = vectors(d)
-    anchor, offset = lay_anchor(start)
+    anchor, offset = make_anchor(start)
     assert offset == pytest.approx(squared_distance_torch(start, anchor), rel=1e-6)
     assert squared_distance(x, anchor) == pytest.approx(squared_distance_torch(x, anchor), rel=1e-6)
     after = move_anchor(x, anchor)
@@ -39,10 +39,10 @@ def test_the_kernels_agree_with_torch(d: int) -> None:
 
 
 def test_the_kernels_add_in_the_order_they_promise() -> None:
-    """The same on every processor: rows of the streams in turn, into fp32 lanes, emptied into a double now and then."""
+    """The same on every processor: rows of the streams in turn, into fp32 lanes, which are flushed into a double."""
     part = FLUSH // STREAMS + 3
     start, x = vectors(LANES * STREAMS * part + LANES + 77)
-    anchor, _ = lay_anchor(start)
+    anchor, _ = make_anchor(start)
     squares = torch.zeros(LANES * (STREAMS * part + 2))
     squares[: x.numel()] = (x - anchor.float()).square()
     rows = squares.view(-1, LANES)
@@ -58,24 +58,24 @@ def test_the_kernels_add_in_the_order_they_promise() -> None:
 
 @pytest.mark.parametrize("d", [10, LARGE])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(d: int, bad: float) -> None:
+def test_a_nan_or_infinity_reaches_the_distance(d: int, bad: float) -> None:
     start, x = vectors(d)
-    anchor, _ = lay_anchor(start)
+    anchor, _ = make_anchor(start)
     x[d // 2] = bad
     assert not torch.tensor(squared_distance(x, anchor)).isfinite()
 
 
 @given(scale=st.sampled_from([1e-5, 1e-4, 1e-2]), shift=st.sampled_from([0.0, 1.0, 10.0]), seed=st.integers(0, 2**30))
 def test_the_variance_from_distances_keeps_its_digits(scale: float, shift: float, seed: int) -> None:
-    """mean ‖x_i − c‖² − ‖x̄ − c‖², with only what the steps added cut to fp32, for workers close together.
+    """mean ‖x_i − c‖² − ‖x̄ − c‖² for workers close together, where only what the steps have added is rounded to fp32.
 
-    x̄ is rounded to fp32 too, which the distance to a coarse point magnifies: entries of 1 that differ by 1e-5 among
-    workers, a hundred units in the last place, are where it begins to show.
+    x̄ is rounded to fp32 as well, and the distance to a coarse point magnifies that error. It begins to show where
+    entries of 1 differ by 1e-5 among workers, a hundred units in the last place.
     """
     d = 2000
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(d, generator=generator)
-    anchor, offset = lay_anchor(start)
+    anchor, offset = make_anchor(start)
     workers = [start + scale * (shift + torch.randn(d, generator=generator)) for _ in range(4)]
     mean = torch.stack(workers).double().mean(0)
     travelled = torch.tensor([squared_distance(x, anchor) - offset for x in workers])

@@ -1,0 +1,128 @@
+"""Periodic averaging: all workers replace their parameters by the mean, and learn the variance among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laconic.comm.coded_mean import CodedMean, split
+from laconic.compress import Compressor
+from laconic.method import Method, Replica, state
+from laconic.methods.averaging.anchor import make_anchor, move_anchor, squared_distance
+
+Moments = Literal["local", "averaged"]
+# S is a difference of two squared distances; below this fraction of them it is rounding error and counts as 0.
+ROUNDING = 8 * torch.finfo(torch.float32).eps
+# The anchor moves once ‖x̄ − anchor‖² has grown by more than this multiple of S: rare, and keeps three digits of S.
+DRIFT = 1000.0
+
+
+@dataclass
+class Averaging(Method):
+    """The base of the methods that average parameters periodically; they differ in when.
+
+    In a round, x becomes x̄ = mean x_i, and S = mean ‖x_i − x̄‖², the variance among workers just before, is measured.
+    For any point c that all workers share, S = mean ‖x_i − c‖² − ‖x̄ − c‖². With c far from x all digits cancel, so c is
+    the `anchor`: x after an earlier round, in half the bytes. Only what the steps since then have added to ‖x_i − c‖²
+    is sent, which loses fewer digits in fp32.
+
+    With a compressor the anchor is x after the last round, exactly, and x_i − anchor is sent quantized, with error
+    feedback.
+    """
+
+    rounds: int = state(0)
+    steps_since_round: int = state(0)
+    variance: float | None = state()  # S of the last round; None before the first
+    mean_variance: float = state(0.0)  # over all steps so far, each with the S of the round that ended it
+    anchor: Tensor = state()
+    offset: float = state(0.0)  # ‖x − anchor‖² when the anchor was made or moved
+    residual: Tensor | None = state()  # quantization error of this worker's messages
+    owner_residual: Tensor | None = state()  # quantization error of the averages that this rank sends as an owner
+
+    def prepare(self, worker: Replica, compressor: Compressor | None) -> None:
+        """Allocates the state; called in `setup`."""
+        if compressor is None:
+            self.anchor, self.offset = make_anchor(worker.x)
+            return
+        self.anchor = worker.x.to(torch.promote_types(worker.x.dtype, torch.float32), copy=True)
+        parts = split(0, self.anchor.numel(), owners=range(worker.comm.size))
+        self.residual = torch.zeros_like(self.anchor)
+        self.owner_residual = self.anchor.new_zeros(parts[worker.comm.rank].numel)
+        self._mean = CodedMean(
+            worker.comm,
+            parts,
+            compressor,
+            residual=self.residual,
+            owner_residual=self.owner_residual,
+            name="parameter change",
+        )
+
+    def average(self, worker: Replica, moments: Moments, compressor: Compressor | None) -> float:
+        """Runs a round. Afterwards x is bit-identical on all ranks, and so is S, which it returns."""
+        steps, self.steps_since_round = self.steps_since_round, 0
+        self.rounds += 1
+        if worker.comm.size == 1:
+            worker.comm.mean(worker.x, out=worker.x)  # changes nothing, and raises if x is not finite
+            self.variance = 0.0
+            return 0.0
+        S, distance = self._average_exactly(worker) if compressor is None else self._average_quantized(worker)
+        self.variance = S if ROUNDING * distance < S else 0.0
+        self.mean_variance += (self.variance - self.mean_variance) * steps / worker.step
+        if moments == "averaged":
+            for vector in worker.moments().values():
+                worker.comm.mean(vector, out=vector)
+        return self.variance
+
+    def _average_exactly(self, worker: Replica) -> tuple[float, float]:
+        """Averages x. Returns S, and the larger of the squared distances that S is the difference of."""
+        local = squared_distance(worker.x, self.anchor) - self.offset
+        mean = mean_with_scalar(worker, local)
+        distance = squared_distance(worker.x, self.anchor)
+        drift = distance - self.offset
+        S = mean - drift
+        if drift > DRIFT * S:
+            self.offset = move_anchor(worker.x, self.anchor)
+        return S, distance
+
+    def _average_quantized(self, worker: Replica) -> tuple[float, float]:
+        """Does the same by quantized differences. S contains the quantization error of their mean."""
+        difference = worker.x - self.anchor
+        local = torch.tensor([squared_norm(difference)], dtype=torch.float64, device=difference.device)
+        squares = worker.comm.all_gather_async(local)
+        self._mean.average(difference, step=self.rounds, out=difference)
+        self.anchor += difference
+        worker.x.copy_(self.anchor)
+        mean = torch.cat(squares.wait()).mean().item()
+        of_mean = squared_norm(difference)
+        return mean - of_mean, of_mean
+
+    def metrics(self) -> dict[str, float]:
+        if self.variance is None:
+            return {}
+        return {"rounds": float(self.rounds), "variance": self.variance, "mean_variance": self.mean_variance}
+
+
+def mean_with_scalar(worker: Replica, scalar: float) -> float:
+    """Replaces x by its mean over workers, and returns the mean of `scalar`, in a single all-reduce.
+
+    A model in 16-bit floats travels in fp32: its own dtype would leave two digits of the scalar.
+    """
+    both = worker.x_and_scalar
+    message = both if torch.finfo(both.dtype).bits >= 32 else both.float()
+    message[-1] = scalar
+    worker.comm.mean(message, out=message)
+    if message is not both:
+        both.copy_(message)
+    return float(message[-1])
+
+
+def squared_norm(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+
+
+def check_compressor(compressor: object) -> None:
+    if compressor is not None and not isinstance(compressor, Compressor):
+        raise ValueError(f"compressor must be None or a compressor such as Uniform(4), not {compressor!r}")
