@@ -643,13 +643,8 @@ class Virtual(Mirror):
     def now(self) -> float:
         return self.seconds
 
-    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        result = super().mean(x, out=out)
-        self._wait(self._send(x))
-        return result
-
-    def mean_async(self, x: Tensor) -> Pending[Tensor]:
-        return OnItsWay(self, self._send(x), x.clone())
+    def mean_async(self, x: Tensor, *, out: Tensor | None = None) -> Pending[Tensor]:
+        return OnItsWay(self, self._send(x), super().mean_async(x, out=out).wait())
 
     def _send(self, x: Tensor) -> float:
         self._free = max(self._free, self.seconds) + 4 * x.numel() / self._bandwidth
