@@ -36,7 +36,7 @@ import laconic
 from laconic import topology
 from laconic.bench.run import Plan, run
 from laconic.bench.ways import Asked, Joined, Reading, ask
-from laconic.comm.wire import Switchboard, WireError
+from laconic.comm.wire import Connector, WireError
 from laconic.tasks import Task
 from laconic.tasks.fashion import Fashion
 
@@ -147,14 +147,14 @@ class Traffic:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
         store = dist.PrefixStore("traffic", dist.distributed_c10d._get_default_store().clone())
-        wire = Switchboard(store, rank, timeout=60).connect(rank ^ 1)
+        wire = Connector(store, rank, timeout=60).connect(rank ^ 1)
         sent = torch.zeros(sum(p.numel() for p in model.parameters()))
         received = torch.empty_like(sent)
 
         def carry() -> None:
             with contextlib.suppress(WireError, OSError):  # whoever is done first closes
                 while not done.is_set():
-                    wire.swap(sent, received)
+                    wire.sendrecv(sent, received)
 
         done, thread = threading.Event(), threading.Thread(target=carry, daemon=True)
         thread.start()
@@ -299,13 +299,13 @@ def swap_alone(numel: int) -> float:
     """In each of two workers: seconds of processor time that one swap takes, without any method around it."""
     dist.init_process_group("gloo")
     store = dist.PrefixStore("swap", dist.distributed_c10d._get_default_store().clone())
-    wire = Switchboard(store, dist.get_rank(), timeout=60).connect(1 - dist.get_rank())
+    wire = Connector(store, dist.get_rank(), timeout=60).connect(1 - dist.get_rank())
     sent, received = torch.zeros(2, numel)
     swaps = 40
     for swap in range(swaps + 5):
         if swap == 5:
             start = time.thread_time()
-        wire.swap(sent, received)
+        wire.sendrecv(sent, received)
     return (time.thread_time() - start) / swaps
 
 

@@ -1,4 +1,4 @@
-"""When one rank goes another way, every rank gets an error that names it, and none hangs."""
+"""Tests that when one rank fails or diverges, every rank gets an error that names it, and none hangs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from laconic.launch import _environment
 from tests.helpers import build_model, rank, train_step
 
 
-def told(loop: Callable[[laconic.Worker], None], method: laconic.Method | None = None, timeout: float = 60.0) -> str:
-    """Run a loop in a worker; what the user of this rank gets to read."""
+def error_of(
+    loop: Callable[[laconic.Worker], None], method: laconic.Method | None = None, timeout: float = 60.0
+) -> str:
+    """Runs a loop in a worker. Returns the error that the user of this rank reads."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
@@ -44,7 +46,7 @@ def test_an_exception_on_one_rank() -> None:
             raise KeyError("no such image")
         train_steps(worker, 1)
 
-    first, culprit, third = laconic.spawn(told, 3, loop)
+    first, culprit, third = laconic.spawn(error_of, 3, loop)
     assert culprit == "KeyError: 'no such image'"
     for text in (first, third):
         assert text.startswith("PeerError: rank ")
@@ -52,13 +54,13 @@ def test_an_exception_on_one_rank() -> None:
         assert "rank 1 failed at step 3: KeyError: 'no such image'" in text
 
 
-def test_an_exception_on_one_rank_while_the_others_are_done() -> None:
+def test_an_exception_on_one_rank_while_the_others_have_finished() -> None:
     def loop(worker: laconic.Worker) -> None:
         train_steps(worker, 3)
         if worker.rank == 1:
             raise KeyError("in the last lines")
 
-    first, _, third = laconic.spawn(told, 3, loop)
+    first, _, third = laconic.spawn(error_of, 3, loop)
     for text in (first, third):
         assert "the end of the worker at step 3" in text
         assert "rank 1 failed at step 3: KeyError" in text
@@ -68,12 +70,12 @@ def test_one_rank_leaves_early() -> None:
     def loop(worker: laconic.Worker) -> None:
         train_steps(worker, 2 if worker.rank == 1 else 4)
 
-    first, early, third = laconic.spawn(told, 3, loop)
+    first, early, third = laconic.spawn(error_of, 3, loop)
     for text in (first, third):
         assert text.startswith("PeerError")
         assert "mean at step 3" in text
-        assert "rank 1 is at the end of the worker since its step 2" in text
-    assert early.startswith("PeerError: rank 1: the end of the worker at step 2 cannot end: rank ")
+        assert "rank 1 has been at the end of the worker since its step 2" in text
+    assert early.startswith("PeerError: rank 1: the end of the worker at step 2 cannot complete: rank ")
 
 
 def test_consensus_on_one_rank_only() -> None:
@@ -84,13 +86,13 @@ def test_consensus_on_one_rank_only() -> None:
                 pass
         train_steps(worker, 1)
 
-    first, second = laconic.spawn(told, 2, loop)
-    assert "rank 0 is at consensus() since its step 1, and all ranks must come there" in second
-    assert "consensus() at step 1 cannot end" in first
+    first, second = laconic.spawn(error_of, 2, loop)
+    assert "rank 0 has been at consensus() since its step 1, and all ranks must come there" in second
+    assert "consensus() at step 1 cannot complete" in first
 
 
-def test_a_rank_that_is_done_sooner_and_meets_is_no_hindrance() -> None:
-    """Rank 0 sends its part and goes to the meeting; the others' message is on its way for seconds, and comes."""
+def test_a_rank_that_finishes_sooner_and_goes_to_a_meeting_is_no_failure() -> None:
+    """Rank 0 sends its part and goes to the meeting; the message takes seconds to reach the others, and arrives."""
 
     def run() -> float:
         comm = connect(torch.device("cpu"), 60.0)
@@ -99,7 +101,7 @@ def test_a_rank_that_is_done_sooner_and_meets_is_no_hindrance() -> None:
             comm.meet("done")
             return 1.0
         if comm.rank == 1:
-            time.sleep(3)  # in the tree of 4, rank 3 hears it from rank 1
+            time.sleep(3)  # in the broadcast tree of 4 ranks, rank 3 receives from rank 1
         value = comm.broadcast(torch.zeros(3))[0].item()
         comm.meet("done")
         return value
@@ -113,7 +115,7 @@ def test_ranks_at_different_meetings() -> None:
             with worker.consensus():
                 pass
 
-    for text in laconic.spawn(told, 2, loop):
+    for text in laconic.spawn(error_of, 2, loop):
         assert "rank 0: consensus() (step 0); rank 1: the end of the worker (step 0)" in text
 
 
@@ -124,9 +126,9 @@ def test_nan_on_one_rank() -> None:
             worker.x[5] = float("nan")
         train_steps(worker, 1)
 
-    for text in laconic.spawn(told, 4, loop):
+    for text in laconic.spawn(error_of, 4, loop):
         assert text == "FloatingPointError: mean at step 3: NaN or infinity on rank 2"
-    for text in laconic.spawn(told, 4, loop, laconic.AllReduce()):
+    for text in laconic.spawn(error_of, 4, loop, laconic.AllReduce()):
         assert "NaN or infinity on rank 2" in text
 
 
@@ -137,14 +139,14 @@ def test_a_rank_that_hangs() -> None:
             time.sleep(8)  # longer than the time-out and the roll call of the others
         train_steps(worker, 1)
 
-    first, second, _ = laconic.spawn(told, 3, loop, None, 4.0)
+    first, second, _ = laconic.spawn(error_of, 3, loop, None, 4.0)
     assert "mean at step 2" in first + second
     assert "rank 2" in first
     assert "rank 2" in second
 
 
-def survivors_told(victim: int, store_in_rank_0: bool) -> dict[int, str]:
-    """Three ranks as `spawn` makes them, but with no launcher that ends the others when the victim is killed."""
+def errors_of_survivors(victim: int, store_in_rank_0: bool) -> dict[int, str]:
+    """Runs three ranks as `spawn` does, but without a launcher that ends the others when the victim is killed."""
 
     def loop(worker: laconic.Worker) -> None:
         train_steps(worker, 2)
@@ -161,7 +163,7 @@ def survivors_told(victim: int, store_in_rank_0: bool) -> dict[int, str]:
     context = mp.get_context("forkserver")
     results = context.SimpleQueue()
     job = cloudpickle.dumps(loop)
-    processes = [context.Process(target=run_and_tell, args=(e, job, results)) for e in environments]
+    processes = [context.Process(target=run_and_report, args=(e, job, results)) for e in environments]
     for process in processes:
         process.start()
     for process in processes:
@@ -169,13 +171,13 @@ def survivors_told(victim: int, store_in_rank_0: bool) -> dict[int, str]:
     return dict(results.get() for _ in range(2))
 
 
-def run_and_tell(environment: dict[str, str], job: bytes, results: mp.SimpleQueue[tuple[int, str]]) -> None:
+def run_and_report(environment: dict[str, str], job: bytes, results: mp.SimpleQueue[tuple[int, str]]) -> None:
     os.environ.update(environment)
-    results.put((rank(), told(cloudpickle.loads(job))))
+    results.put((rank(), error_of(cloudpickle.loads(job))))
 
 
 def test_a_rank_is_killed() -> None:
-    texts = survivors_told(victim=1, store_in_rank_0=False)
+    texts = errors_of_survivors(victim=1, store_in_rank_0=False)
     assert texts.keys() == {0, 2}
     for text in texts.values():
         assert text.startswith("PeerError")
@@ -184,14 +186,14 @@ def test_a_rank_is_killed() -> None:
 
 
 def test_the_rank_that_holds_the_store_is_killed() -> None:
-    texts = survivors_told(victim=0, store_in_rank_0=True)
+    texts = errors_of_survivors(victim=0, store_in_rank_0=True)
     assert texts.keys() == {1, 2}
     for text in texts.values():
         assert "mean at step 3" in text
         assert "the job's store does not answer: the launcher, or the rank that holds it (usually 0), is gone" in text
 
 
-# Disagreement at the start ------------------------------------------------------------------------------------------
+# Differences between the ranks at the start ---------------------------------------------------------------------------
 
 
 def start(build: Callable[[int], tuple[nn.Module, laconic.Method]]) -> str:
@@ -244,7 +246,7 @@ def test_different_versions() -> None:
         assert f"agree on laconic: {laconic.__version__} on rank 0; 0.0.1 on rank 1" in text
 
 
-def test_a_bad_model_on_one_rank_is_told_to_all() -> None:
+def test_a_bad_model_on_one_rank_is_reported_on_all() -> None:
     def build(mine: int) -> tuple[nn.Module, laconic.Method]:
         return build_model().requires_grad_(mine != 1), laconic.AllReduce()
 
@@ -270,24 +272,24 @@ def test_a_rank_that_comes_too_late_to_the_start() -> None:
         import_module("laconic.comm.connect").ARRIVAL_SECONDS = 2.0  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo")
         time.sleep(4.5 * rank())
-        return told(lambda worker: None, timeout=1.0)
+        return error_of(lambda worker: None, timeout=1.0)
 
     first, late = laconic.spawn(run, 2)
     assert first == "PeerError: rank 0: the start at step 0 waited 2 s for rank 1"
-    assert late == f"PeerError: rank 1: the start cannot end: {first.removeprefix('PeerError: ')}"
+    assert late == f"PeerError: rank 1: the start cannot complete: {first.removeprefix('PeerError: ')}"
 
 
 def test_a_rank_that_starts_later_than_the_time_out_of_a_step() -> None:
     def run() -> str:
         time.sleep(4.5 * rank())
-        return told(lambda worker: train_steps(worker, 2), timeout=4.0)
+        return error_of(lambda worker: train_steps(worker, 2), timeout=4.0)
 
     assert laconic.spawn(run, 2) == ["no error", "no error"]
 
 
 @dataclass
 class Fragile(laconic.Method):
-    """Cannot be set up on rank 1."""
+    """A method whose setup fails on rank 1."""
 
     def setup(self, worker: laconic.Replica) -> None:
         if worker.comm.rank == 1:
@@ -295,6 +297,6 @@ class Fragile(laconic.Method):
 
 
 def test_a_method_that_cannot_be_set_up_on_one_rank() -> None:
-    first, culprit = laconic.spawn(told, 2, lambda worker: train_steps(worker, 1), Fragile())
+    first, culprit = laconic.spawn(error_of, 2, lambda worker: train_steps(worker, 1), Fragile())
     assert culprit == "MemoryError: no room for the state"
     assert "rank 1 failed at step 0: MemoryError: no room for the state" in first

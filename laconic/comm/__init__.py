@@ -1,4 +1,7 @@
-"""How workers talk: the verbs, the meter, and the ways to find each other."""
+"""Communication between workers. Methods use the network, threads and the clock only through a `Comm`.
+
+comm.py defines its verbs; solo.py implements them for one worker, distributed.py over torch.distributed.
+"""
 
 from laconic.comm.comm import Comm as Comm
 from laconic.comm.comm import PeerError as PeerError

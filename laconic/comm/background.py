@@ -1,4 +1,4 @@
-"""Gossip over the job's store and wires of its own: a thread that exchanges, and one that listens for calls."""
+"""Gossip by two threads: one makes the exchanges, the other waits to be woken up by neighbours."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ from torch import Tensor
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from laconic.comm.comm import PeerError, first_line
+from laconic.comm.comm import PeerError
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
-from laconic.comm.pairing import Dropped, Need, Pairing, bell_key
-from laconic.comm.register import SLICE, STORE_IS_GONE, StoreGone, beat_key
-from laconic.comm.wire import Switchboard, Wire, WireError
+from laconic.comm.pairing import Dropped, Need, Pairing, wakeup_key
+from laconic.comm.register import CHECK_SECONDS, STORE_IS_GONE, StoreGone, first_line, heartbeat_key
+from laconic.comm.wire import Connector, Wire, WireError
 from laconic.topology import Topology
 
 
 class BackgroundGossip(Gossip):
+    """Implements `Gossip` over the job's store, which pairs workers, and TCP connections of its own."""
+
     def __init__(self, store: Store, topology: Topology, rank: int, talk: Talk, meter: Meter, timeout: float) -> None:
         self.topology, self.exchanges, self.partners = topology, 0, Counter()
         self._graph, self._rank, self._talk, self._meter, self._timeout = topology, rank, talk, meter, timeout
-        self._lock = threading.Lock()  # held by the training inside `with`, or by a part of a dialogue
-        self._pairs = Pairs(_own_client(store), rank, timeout)
+        self._lock = threading.Lock()  # held by the training thread inside `with`, or by a part of a dialogue
+        self._wires = PeerWires(_own_client(store), rank, timeout)
         self._store = _own_client(store)
         self._pairing = Pairing(self._store, topology, rank)
-        # All below is guarded by `_changed`, on which both sides wait.
+        self._last_heartbeat = time.monotonic()
+        # Everything below is guarded by `_changed`, on which all threads wait.
         self._changed = threading.Condition()
         self._sought = self._urgently = 0
-        self._paused, self._idle = True, True  # idle: in no exchange, and nobody can call
+        self._paused, self._idle = True, True  # idle: in no exchange, and off the board
         self._closing = False
-        self._rung = False
-        self._bell = 0
-        self._beaten = self._trained = time.monotonic()
+        self._woken = False
+        self._wakeup = 0  # number of this worker's next wake-up key
         self._error: BaseException | None = None
-        self._news: list[str] = []
+        self._warnings: list[str] = []
         self._threads = [
             threading.Thread(target=self._run, name="laconic-gossip", daemon=True),
-            threading.Thread(target=self._listen, args=(_own_client(store),), name="laconic-bell", daemon=True),
+            threading.Thread(target=self._listen, args=(_own_client(store),), name="laconic-wakeup", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
-    # The side of the training.
+    # Called by the training thread.
 
     def __enter__(self) -> Self:
         start = time.monotonic()
@@ -64,11 +66,10 @@ class BackgroundGossip(Gossip):
         self._lock.release()
 
     def seek(self, exchanges: int, urgently: int) -> None:
-        self._trained = time.monotonic()
         with self._changed:
             self._sought, self._urgently, self._paused = exchanges, urgently, False
             self._changed.notify_all()
-        self._hear()
+        self._warn_and_raise()
 
     def wait(self, exchanges: int) -> None:
         start = time.monotonic()
@@ -77,14 +78,14 @@ class BackgroundGossip(Gossip):
                 lambda: self.exchanges >= exchanges or self._error is not None or self.topology.size == 1
             )
         self._meter.add("foreground", "gossip", seconds=time.monotonic() - start)
-        self._hear()
+        self._warn_and_raise()
 
     def pause(self) -> None:
         with self._changed:
             self._paused = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._idle or self._closing or self._error is not None)
-        self._hear()
+        self._warn_and_raise()
 
     def close(self) -> None:
         with self._changed:
@@ -92,50 +93,54 @@ class BackgroundGossip(Gossip):
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        self._pairs.close()
-        self._hear()
+        self._wires.close()
+        self._warn_and_raise()
 
-    def _hear(self) -> None:
-        """Warn and raise on the training's thread, where the user sees it."""
+    def _warn_and_raise(self) -> None:
+        """Issues the background's warnings and raises its error, on the training thread, where the user sees them."""
         with self._changed:
-            news, self._news = self._news, []
+            texts, self._warnings = self._warnings, []
             error = self._error
-        for text in news:
+        for text in texts:
             warnings.warn(text, stacklevel=4)
         if error is not None:
             raise error
 
-    # The side of the background.
+    # Called by the thread that makes the exchanges.
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                while self._turn():
+                while self._make_or_await_exchange():
                     pass
         except DistNetworkError:
-            self._end(StoreGone(f"rank {self._rank}: gossip cannot go on: {STORE_IS_GONE}"))
-        except BaseException as error:  # noqa: BLE001  raised again on the training's thread
+            self._end(StoreGone(f"rank {self._rank}: gossip cannot continue: {STORE_IS_GONE}"))
+        except BaseException as error:  # noqa: BLE001  raised again on the training thread
             self._end(error)
         with contextlib.suppress(DistNetworkError):
-            self._store.set(bell_key(self._rank, self._bell), "")  # so that the listener ends too
+            self._store.set(wakeup_key(self._rank, self._wakeup), "")  # so that the other thread ends too
 
     def _end(self, error: BaseException) -> None:
-        self._pairs.close()  # a partner that waits for this worker sees that it is gone
+        self._wires.close()  # a partner that waits for this worker notices at once
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
-    def _turn(self) -> bool:
-        """Look at the board and do what follows; if nothing does, wait for a reason to look again. False at the end."""
-        if time.monotonic() > self._beaten + SLICE:
-            self._beaten = self._trained = time.monotonic()
-            self._store.add(beat_key(self._rank), 1)
+    def _make_or_await_exchange(self) -> bool:
+        """Makes an exchange if the board has a partner, else waits for a reason to try again.
+
+        Returns:
+            False at the end.
+        """
+        if time.monotonic() > self._last_heartbeat + CHECK_SECONDS:
+            self._last_heartbeat = time.monotonic()
+            self._store.add(heartbeat_key(self._rank), 1)
         with self._changed:
             resting = self._paused or self._closing
-            need, surplus, bell = self._need(), max(0, self.exchanges - self._sought), self._bell
-            self._rung = False
-        peer = self._pairing.withdraw() if resting else self._pairing.come(need, surplus, bell)
-        self._notice_the_gone()
+            need, surplus, wakeup = self._need(), max(0, self.exchanges - self._sought), self._wakeup
+            self._woken = False
+        peer = self._pairing.withdraw() if resting else self._pairing.pair(need, surplus, wakeup)
+        self._notice_dropped()
         if peer is not None:
             self._exchange(peer)
             return True
@@ -144,12 +149,12 @@ class BackgroundGossip(Gossip):
         with self._changed:
             self._idle = resting
             self._changed.notify_all()
-            # The time-out is for a caller that died before it rang, and shows the others that this worker lives.
+            # The time-out is for a partner that died before it woke up this worker, and for the heartbeat.
             self._changed.wait_for(
                 lambda: (
-                    self._closing or self._paused != resting or self._rung or (not resting and self._need() != need)
+                    self._closing or self._paused != resting or self._woken or (not resting and self._need() != need)
                 ),
-                SLICE,
+                CHECK_SECONDS,
             )
             self._idle = resting and self._paused
         return True
@@ -166,7 +171,7 @@ class BackgroundGossip(Gossip):
             with self._lock:
                 sent = next(dialogue)
             while True:
-                received = self._pairs.swap(peer, sent)
+                received = self._wires.sendrecv(peer, sent)
                 nbytes += sent.numel() * sent.element_size()
                 with self._lock:
                     try:
@@ -176,9 +181,9 @@ class BackgroundGossip(Gossip):
         except PeerIsSilent as silence:
             with self._lock:
                 dialogue.close()
-            self._pairs.forget(peer)
+            self._wires.forget(peer)
             self._pairing.drop(peer, f"{silence}, says rank {self._rank}")
-            self._notice_the_gone()
+            self._notice_dropped()
             return
         self._meter.add("background", "exchange", calls=1, nbytes=nbytes, seconds=time.monotonic() - start)
         with self._changed:
@@ -186,50 +191,52 @@ class BackgroundGossip(Gossip):
             self.partners[peer] += 1
             self._changed.notify_all()
 
-    def _notice_the_gone(self) -> None:
-        gone = self._pairing.gone
-        if self._rank in gone:
-            raise Dropped(f"rank {self._rank} was dropped, the others go on without it: {gone[self._rank]}")
-        new = [rank for rank in self.topology.nodes if rank in gone]
+    def _notice_dropped(self) -> None:
+        dropped = self._pairing.dropped
+        if self._rank in dropped:
+            raise Dropped(f"rank {self._rank} was dropped, the others go on without it: {dropped[self._rank]}")
+        new = [rank for rank in self.topology.nodes if rank in dropped]
         if not new:
             return
         with self._changed:
-            self.topology = self._graph.among([rank for rank in self._graph.nodes if rank not in gone])
-            self._news += [f"rank {rank} was dropped, the others go on without it: {gone[rank]}" for rank in new]
+            self.topology = self._graph.among([rank for rank in self._graph.nodes if rank not in dropped])
+            self._warnings += [f"rank {rank} was dropped, the others go on without it: {dropped[rank]}" for rank in new]
             self._changed.notify_all()
 
+    # Called by the thread that waits to be woken up.
+
     def _listen(self, store: Store) -> None:
-        """Wait for this worker's bell in the store and pass it on: `_run` can wait in one place only."""
+        """Waits for this worker's wake-up keys, since the other thread already waits for `_changed`."""
         while not self._closing and self._error is None:
-            key = bell_key(self._rank, self._bell)
+            key = wakeup_key(self._rank, self._wakeup)
             try:
                 store.wait([key], timedelta(seconds=self._timeout))
                 store.delete_key(key)
             except DistNetworkError:
-                return  # the other thread finds out too, and says so
-            except RuntimeError:  # torch's own error for "not there yet"
+                return  # the other thread finds out too, and reports it
+            except RuntimeError:  # torch's error for a key that is not there yet
                 continue
             with self._changed:
-                self._bell += 1
-                self._rung = True
+                self._wakeup += 1
+                self._woken = True
                 self._changed.notify_all()
 
 
 class PeerIsSilent(PeerError):
-    pass
+    """The peer of an exchange did not answer."""
 
 
-class Pairs:
-    """Wires to the neighbours, each made by both ends in their first exchange. One exchange is held at a time."""
+class PeerWires:
+    """Wires to the neighbours, each made by both ends in their first exchange. One exchange is made at a time."""
 
     def __init__(self, store: Store, rank: int, timeout: float) -> None:
         store.set_timeout(timedelta(seconds=timeout))
-        self._switchboard = Switchboard(store, rank, timeout)
+        self._connector = Connector(store, rank, timeout)
         self._wires: dict[int, Wire] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
 
-    def swap(self, peer: int, sent: Tensor) -> Tensor:
-        """Send to the peer, which does the same; what it sent is valid until the next swap."""
+    def sendrecv(self, peer: int, sent: Tensor) -> Tensor:
+        """Sends to the peer, which does the same. Returns what it sent, which is valid until the next call."""
         outgoing = sent.contiguous().cpu()
         buffer = self._buffers.get(sent.dtype)
         if buffer is None or buffer.numel() < sent.numel():
@@ -238,27 +245,28 @@ class Pairs:
         received = buffer[: sent.numel()].view(sent.shape)
         try:
             if peer not in self._wires:
-                self._wires[peer] = self._switchboard.connect(peer)
-            self._wires[peer].swap(outgoing, received)
+                self._wires[peer] = self._connector.connect(peer)
+            self._wires[peer].sendrecv(outgoing, received)
         except WireError as error:
             raise PeerIsSilent(f"no answer from rank {peer} ({first_line(error)})") from error
         return received.to(sent.device)
 
     def forget(self, peer: int) -> None:
+        """Closes the wire to a peer, if there is one."""
         if peer in self._wires:
             self._wires.pop(peer).close()
 
     def close(self) -> None:
-        self._switchboard.close()
+        self._connector.close()
         for peer in list(self._wires):
             self.forget(peer)
 
 
 def _own_client(store: Store) -> Store:
-    """A client for one more thread: a wait keeps the others out of the client it is made on."""
+    """Returns a client of the store for another thread: while one thread waits on a client, no other can use it."""
     if not hasattr(store, "clone"):
         raise RuntimeError(
-            f"gossip in the background needs a store that can be cloned, and {type(store).__name__} cannot"
+            f"gossip in the background needs a store that can be cloned (TCPStore), not a {type(store).__name__}"
         )
     clone: Store = store.clone()
     return clone

@@ -1,4 +1,7 @@
-"""The verbs by which workers talk. Methods use nothing else, so they run unchanged over any implementation."""
+"""The operations ("verbs") by which workers communicate. Methods use nothing else, so they run over any implementation.
+
+The asynchronous verbs are abstract; each blocking verb is written once, in `Comm`, as its asynchronous form and a wait.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+from laconic.comm.checks import check_lengths
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.topology import Topology
@@ -16,25 +21,60 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class PeerError(RuntimeError):
-    """Another worker failed, left, is missing or is doing something else. The message names ranks, step and verb."""
+    """Another worker failed, left, is missing or runs different code. The message names ranks, step and verb."""
 
 
 class Pending(ABC, Generic[T_co]):
-    """A result that is on its way."""
+    """A result that has not arrived yet: the handle that every asynchronous verb returns.
+
+    >>> from laconic.comm import Solo
+    >>> pending = Solo().mean_async(torch.ones(2))
+    >>> pending.wait()
+    tensor([1., 1.])
+    """
 
     @abstractmethod
     def wait(self) -> T_co:
-        """The result; a second call returns it again."""
+        """Blocks until the result is there, and returns it. A second call returns it again.
+
+        Raises:
+            PeerError: the result can no longer arrive, or did not within the time-out.
+        """
+
+
+class _Chunks(Pending[list[Tensor]]):
+    """The chunks of an all_to_all: views of a buffer that `pending` fills."""
+
+    def __init__(self, chunks: list[Tensor], pending: Pending[None]) -> None:
+        self._chunks, self._pending = chunks, pending
+
+    def wait(self) -> list[Tensor]:
+        self._pending.wait()
+        return self._chunks
 
 
 class Comm(ABC):
-    """`size` workers, of which this is `rank`. Every verb is called by all ranks, in the same order on each channel,
-    with tensors of the same shape and dtype everywhere; `exchange` is between two. Inputs are never changed, unless
-    `out` is the input itself. Every wait ends: by the result, or by a `PeerError` that names who was missing.
+    """Connects this worker to the others of the job.
 
-    A verb with `_async` in its name returns at once, and then its inputs may be overwritten (but not those of
-    `all_to_all_into_async`). Several may be on their way at a time; what was started first need not be waited for
-    first."""
+    All ranks call every verb, in the same order on each channel, with tensors of the same shape and dtype; only
+    `exchange` is between two ranks. Inputs are not modified, unless `out` is the input. Every wait ends, by the result
+    or by a `PeerError` that names the ranks that were missing.
+
+    A verb with `_async` in its name returns at once, and its inputs may be overwritten then (except for those of
+    `all_to_all_into_async`, and an input that is also `out`). Several may be in flight, and be waited for in any order.
+
+    Attributes:
+        rank: this worker, from 0 to `size` − 1.
+        size: how many workers started the job.
+        meter: counts bytes sent and seconds waited.
+
+    >>> from laconic.comm import Solo
+    >>> comm = Solo()  # a job of one worker; in training, use `worker.comm`
+    >>> comm.mean(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    >>> comm.all_gather(torch.tensor([comm.rank]))
+    [tensor([0])]
+    """
 
     rank: int
     size: int
@@ -43,130 +83,126 @@ class Comm(ABC):
     @property
     @abstractmethod
     def members(self) -> list[int]:
-        """The ranks that are still in it, as of the last meeting: all of them, unless gossip has dropped some. Verbs
-        are then between members, and what they return has one entry a member."""
+        """The ranks that still take part, as of the last `meet`: all, unless gossip has dropped some.
 
-    @abstractmethod
-    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The mean over workers, bit-identical on all. A result that is not finite raises on every rank."""
-
-    @abstractmethod
-    def mean_async(self, x: Tensor) -> Pending[Tensor]: ...
-
-    @abstractmethod
-    def all_to_all(self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """Send the vector `chunks[j]` to rank j; the i-th result is what rank i sent here, `lengths[i]` entries.
-
-        Without `lengths`, what comes from each rank is as long as `chunks[rank]`: chunk j has the same length on every
-        rank. With them, the lengths are free (0 too), so that this is also a gather, a scatter or both at a time.
+        Verbs are between members, and lists that they return have one entry a member, in this order.
         """
 
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Averages x over the workers.
+
+        Args:
+            x: this worker's tensor.
+            out: a contiguous tensor for the result; may be x itself.
+
+        Returns:
+            The mean, bit-identical on all ranks: `out` if it was given, else a new tensor.
+
+        Raises:
+            FloatingPointError: on all ranks, if the mean is not finite; names the ranks whose x is not.
+        """
+        return self.mean_async(x, out=out).wait()
+
     @abstractmethod
+    def mean_async(self, x: Tensor, *, out: Tensor | None = None) -> Pending[Tensor]:
+        """Starts `mean`. `out` may be neither read nor written before the wait is over."""
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Returns every rank's x, in the order of the ranks."""
+        return self.all_gather_async(x).wait()
+
+    @abstractmethod
+    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
+        """Starts `all_gather`."""
+
+    def all_to_all(self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None) -> list[Tensor]:
+        """Sends the vector `chunks[j]` to rank j, for all j.
+
+        Args:
+            chunks: one vector for each rank, this one included.
+            lengths: how many entries come from each rank, possibly 0, so that this is also a gather or a scatter. By
+                default as many as `chunks[rank]` has: chunk j then has the same length on every rank.
+
+        Returns:
+            What each rank sent to this one, in the order of the ranks.
+        """
+        return self.all_to_all_async(chunks, lengths=lengths).wait()
+
     def all_to_all_async(
         self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None
-    ) -> Pending[list[Tensor]]: ...
+    ) -> Pending[list[Tensor]]:
+        """Starts `all_to_all`."""
+        received_lengths = check_lengths(chunks, lengths, self.members.index(self.rank), len(self.members))
+        sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
+        received = sent.new_empty(sum(received_lengths))
+        pending = self.all_to_all_into_async(
+            received, sent, received_lengths=received_lengths, sent_lengths=[chunk.numel() for chunk in chunks]
+        )
+        return _Chunks(list(torch.split(received, received_lengths)), pending)
 
     @abstractmethod
     def all_to_all_into_async(
         self, received: Tensor, sent: Tensor, *, received_lengths: Sequence[int], sent_lengths: Sequence[int]
     ) -> Pending[None]:
-        """`all_to_all_async` without a copy: `sent` holds the chunks for ranks 0, 1, … end to end, and `received` is
-        filled likewise. Both are contiguous vectors, and neither may be touched before the wait is over."""
+        """Starts an `all_to_all` between two buffers, without copies.
 
-    @abstractmethod
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Everyone's x, by rank."""
+        Args:
+            received: a contiguous vector, to be filled with the ranks' chunks end to end.
+            sent: a contiguous vector, the chunks for the ranks end to end. Neither may be touched before the wait is
+                over.
+            received_lengths: entries from each rank.
+            sent_lengths: entries for each rank.
+        """
 
-    @abstractmethod
-    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]: ...
-
-    @abstractmethod
     def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
-        """The root's x."""
+        """Returns the x of rank `root` (in `out`, if it is given)."""
+        return self.broadcast_async(x, root=root, out=out).wait()
+
+    @abstractmethod
+    def broadcast_async(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Pending[Tensor]:
+        """Starts `broadcast`."""
 
     @abstractmethod
     def exchange(self, x: Tensor, peer: int) -> Tensor:
-        """Send x to one peer that does the same; what it sent."""
+        """Sends x to the rank `peer`, which does the same, and returns what `peer` sent."""
 
     @abstractmethod
     def gossip(self, topology: Topology, talk: Talk) -> Gossip:
-        """Exchanges beside the training, with one neighbour at a time as both are free. All ranks start it, once."""
+        """Starts exchanges in the background, with one neighbour at a time. All ranks call it, once.
+
+        Args:
+            topology: which ranks are neighbours.
+            talk: called with the peer's rank for each exchange; returns this worker's side of it.
+        """
 
     @abstractmethod
     def channel(self, name: str = "background") -> Comm:
-        """An independent path: its messages neither wait for those of other channels nor mix with them.
+        """Opens a channel: its messages neither wait for those of other channels nor mix with them.
 
-        All ranks open their channels in the same order. The meter is shared, with the channel's name.
+        All ranks open their channels in the same order. The meter is shared, and counts under the channel's name.
         """
 
     @abstractmethod
     def meet(self, what: str, note: Any = None) -> list[Any]:
-        """All ranks come to the same meeting and read each other's notes (anything JSON can say), by rank.
+        """Waits until all ranks have come to the same meeting, and returns everyone's note, in the order of the ranks.
 
-        For rare moments, where workers may have gone different ways: a rank that waits elsewhere, or came to another
-        meeting, makes this raise on every rank instead of hanging. With gossip, a rank that is gone is left out.
+        For rare moments at which ranks may have diverged (the end, `consensus()`, a checkpoint): if a rank waits
+        elsewhere or came to another meeting, this raises on every rank instead of hanging. With gossip, a rank that is
+        gone is left out.
+
+        Args:
+            what: names the meeting in error messages.
+            note: anything that JSON can represent.
         """
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on this worker's clock, for measuring intervals: methods look at no other."""
+        """Returns this worker's clock in seconds, for measuring intervals. Methods read no other clock."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this worker cannot go on, so that they stop waiting for it."""
+        """Reports to the others that this worker cannot continue, so that they stop waiting for it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the channels hold. All ranks have met before."""
-
-
-def ring_mean_nbytes(nbytes: int, size: int) -> int:
-    """What one worker sends in a ring all-reduce."""
-    return round(2 * (size - 1) * nbytes / size)
-
-
-def tree_children(vrank: int, size: int) -> int:
-    """How many ranks one sends to in the binomial tree by which gloo broadcasts; the root is 0."""
-    children, bit = 0, 1
-    while bit < size:
-        if vrank < bit and vrank + bit < size:
-            children += 1
-        bit <<= 1
-    return children
-
-
-def check_lengths(chunks: Sequence[Tensor], lengths: Sequence[int] | None, rank: int, size: int) -> list[int]:
-    """How many entries an all_to_all receives from each rank."""
-    if len(chunks) != size:
-        raise ValueError(f"all_to_all takes one chunk for each of {size} ranks, not {len(chunks)}")
-    own = chunks[rank].numel()
-    if lengths is None:
-        return [own] * size
-    if len(lengths) != size:
-        raise ValueError(f"all_to_all takes one length for each of {size} ranks, not {len(lengths)}")
-    if lengths[rank] != own:
-        raise ValueError(
-            f"lengths[{rank}] must be the length {own} of the chunk to this rank itself, not {lengths[rank]}"
-        )
-    return list(lengths)
-
-
-def check_buffers(
-    received: Tensor, sent: Tensor, received_lengths: Sequence[int], sent_lengths: Sequence[int], rank: int, size: int
-) -> None:
-    for name, buffer, lengths in (("received", received, received_lengths), ("sent", sent, sent_lengths)):
-        if len(lengths) != size:
-            raise ValueError(f"{name}_lengths must have one length for each of {size} ranks, not {len(lengths)}")
-        if sum(lengths) != buffer.numel():
-            raise ValueError(f"{name} must have {sum(lengths)} entries, the sum of its lengths, not {buffer.numel()}")
-        if buffer.dim() != 1 or not buffer.is_contiguous():
-            raise ValueError(f"{name} must be a contiguous vector, not of shape {tuple(buffer.shape)}")
-    if received_lengths[rank] != sent_lengths[rank]:
-        raise ValueError(
-            f"received_lengths[{rank}] must be the length {sent_lengths[rank]} of what this rank sends to itself, "
-            f"not {received_lengths[rank]}"
-        )
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        """Releases the connections of all channels. All ranks have met before."""

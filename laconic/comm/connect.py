@@ -1,4 +1,4 @@
-"""Find the other workers: torchrun's environment, a group the user has made, or nobody."""
+"""Finds the other workers: by torchrun's environment, or in a process group that the user has made."""
 
 from __future__ import annotations
 
@@ -15,14 +15,30 @@ from laconic.comm.meter import Meter
 from laconic.comm.register import Register
 from laconic.comm.solo import Solo
 
-# Launchers that say how many processes they start, but not what torch.distributed needs to find them.
+# Variables of launchers that start several processes, but do not set what torch.distributed needs to connect them.
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# Workers start seconds apart, as their hosts import and load: no time-out for steps is meant for that.
+# Workers may start seconds apart, while they import and load. The time-out for steps may be shorter than that.
 ARRIVAL_SECONDS = 60.0
 
 
 def connect(device: torch.device, timeout: float) -> Comm:
-    """The foreground channel. Initialises torch.distributed where the user has not; it stays so afterwards."""
+    """Connects this worker to the others, and returns the foreground channel.
+
+    Initialises torch.distributed unless the user has; it stays initialised afterwards.
+
+    Args:
+        device: of the tensors; on "cuda" the foreground uses NCCL.
+        timeout: seconds after which a wait for another worker fails.
+
+    Returns:
+        A `Solo` if this process was not started by torchrun, or if there is only one worker.
+
+    Raises:
+        PeerError: a worker did not come in time.
+
+    >>> connect(torch.device("cpu"), timeout=60.0).size
+    1
+    """
     if not dist.is_available():
         _warn_if_launched()
         return Solo()
@@ -39,7 +55,7 @@ def connect(device: torch.device, timeout: float) -> Comm:
     register = Register(store, dist.get_rank(), dist.get_world_size(), timeout)
     try:
         register.meet("the start", 0, None, timeout=patience)
-        register.look_for_failure("the start")  # of one that has come before, and has given up
+        register.raise_if_failed("the start")  # of a rank that was here earlier, and has given up
         return DistributedComm("foreground", register, Meter(), "nccl" if device.type == "cuda" else "gloo")
     except PeerError as error:
         register.fail(str(error))
@@ -51,6 +67,6 @@ def _warn_if_launched() -> None:
         if os.environ.get(name, "1") != "1":
             warnings.warn(
                 f"{name}={os.environ[name]} but RANK and WORLD_SIZE are not set: this worker runs alone. "
-                f"Launch the script by torchrun to train together",
+                f"Start the script by torchrun to train together",
                 stacklevel=4,
             )

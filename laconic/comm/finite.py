@@ -1,15 +1,42 @@
-"""Is every entry of a vector finite? In one read of the vector, where the answer is yes."""
+"""Finds NaNs and infinities, and the ranks that they come from."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from laconic.comm.comm import Comm
+
 
 def is_finite(x: Tensor) -> bool:
-    # A NaN or an infinity always reaches the sum. The sum may overflow without them: then look at every entry.
+    """Returns whether no entry is NaN or infinite. Reads x once if that is so.
+
+    >>> is_finite(torch.tensor([1.0, 3e38, 3e38]))
+    True
+    >>> is_finite(torch.tensor([1.0, float("nan")]))
+    False
+    """
+    # A NaN or an infinity always reaches the sum. But the sum of finite entries may overflow: then check each entry.
     if math.isfinite(x.sum().item()):
         return True
     return bool(torch.isfinite(x).all())
+
+
+def raise_not_finite(comm: Comm, finite_here: bool) -> NoReturn:
+    """Raises for a mean that is not finite. All ranks call it, since all have the same mean.
+
+    Args:
+        comm: the channel of the mean.
+        finite_here: whether this rank's input was finite.
+
+    Raises:
+        FloatingPointError: names the ranks whose input was not finite.
+    """
+    finite = comm.meet("a mean that is not finite", finite_here)
+    culprits = [str(rank) for rank, is_fine in zip(comm.members, finite, strict=True) if not is_fine]
+    where = f"on rank {', '.join(culprits)}" if culprits else "in the sum, though finite on every rank"
+    raise FloatingPointError(f"mean at step {comm.meter.step}: NaN or infinity {where}")

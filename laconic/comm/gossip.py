@@ -1,4 +1,4 @@
-"""The verb for workers that talk with one neighbour at a time, beside the training and at their own pace."""
+"""Gossip: workers exchange tensors with one neighbour at a time, in the background and each at its own pace."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from torch import Tensor
 
 from laconic.topology import Topology
 
-# One exchange as one end sees it: what it yields goes to the peer, and what the peer yielded at the same place comes
-# back. Both ends yield the same number of tensors, of the same shapes and dtypes, and may change none of them.
+# One worker's side of an exchange. Each tensor that it yields is sent to the peer, and what the peer yielded at this
+# point comes back. Both sides yield the same number of tensors, of the same shapes and dtypes, and may modify none.
 Dialogue = Generator[Tensor, Tensor, None]
-Talk = Callable[[int], Dialogue]
+Talk = Callable[[int], Dialogue]  # the peer's rank → this worker's side of an exchange with it
 
 
 class Gossip(ABC):
-    """Exchanges beside the training. Starts paused; `seek` starts it.
+    """Exchanges in the background. Starts paused; `seek` starts it.
 
-    The parts of a dialogue between two yields never run while the training is inside `with gossip:`, and there is never
-    more than one dialogue under way. A neighbour that is gone or answers nothing is dropped with a warning.
+    Code of a dialogue between two yields never runs while the training thread is inside `with gossip:`, and there is
+    never more than one dialogue at a time. A neighbour that is gone or does not answer is dropped, with a warning.
+
+    Attributes:
+        topology: of the workers that still take part.
+        exchanges: how many this worker has made, started here or at the peer.
+        partners: the same, by peer.
     """
 
-    topology: Topology  # of the workers still in it
-    exchanges: int  # made so far, started here or there
-    partners: Counter[int]  # the same by peer
+    topology: Topology
+    exchanges: int
+    partners: Counter[int]
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -39,18 +44,24 @@ class Gossip(ABC):
 
     @abstractmethod
     def seek(self, exchanges: int, urgently: int) -> None:
-        """Look for neighbours that seek too, until this many exchanges have been made in all; beyond that, only answer.
-        Until `urgently` many have been made, neighbours that only answer will do. Returns at once. Raises what has
-        ended the gossip, if something has: this worker was dropped, the graph fell apart, …"""
+        """Sets how many exchanges are to be made, and returns at once.
+
+        Args:
+            exchanges: in total; until then, seeks neighbours that seek too. Afterwards only answers.
+            urgently: in total; until then, also accepts neighbours that only answer.
+
+        Raises:
+            Exception: the error that has ended the gossip, if any (this worker was dropped, a dialogue failed, …).
+        """
 
     @abstractmethod
     def wait(self, exchanges: int) -> None:
-        """Wait until this many exchanges have been made in all, or no neighbour is left."""
+        """Waits until this many exchanges have been made in total, or no neighbour is left."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Wait for the exchange under way, and start and answer none until the next `seek`."""
+        """Waits for the current exchange; neither starts nor answers another before the next `seek`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the exchange under way, and end."""
+        """Waits for the current exchange, and ends."""

@@ -1,7 +1,7 @@
-"""Wires from each worker to each other, and messages over all of them at a time: straight, and with few wake-ups.
+"""Wires from each worker to each other one, and operations that send and receive over all of them at a time.
 
-A message that fits into the kernel's buffers needs no thread: who waits for it reads it. Longer ones, that are to move
-while the worker computes, have one.
+A message that fits into the kernel's buffers needs no thread: the worker that waits for it reads it. Longer messages
+that shall move while the worker computes need one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from laconic.comm.wire import BATCH_NBYTES, Switchboard, Wire, WireError
+from laconic.comm.wire import BATCH_NBYTES, Connector, Wire, WireError
 
-_HEAD = struct.Struct("!QQ")  # the number of a message on its line, and its bytes
+_HEADER = struct.Struct("!QQ")  # a message's number on its wire, and its length in bytes
 HAS_EPOLL = hasattr(select, "epoll")  # Linux
-ROOM_NBYTES = 1 << 18  # what the kernel shall take at once from a worker that sends and then does something else
+SEND_BUFFER_NBYTES = 1 << 18  # so that a worker without a thread can send a small message and go on to compute
 
 
-class Swap:
-    """Messages to and from some workers, on their way; what `torch.distributed` calls a work."""
+class MeshWork:
+    """Messages in flight to and from some workers. Has the interface of `Work`."""
 
     def __init__(self, mesh: Mesh, messages: int) -> None:
         self.left = messages
@@ -35,7 +35,7 @@ class Swap:
     def is_completed(self) -> bool:
         return self.left == 0 or self.error is not None
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta, /) -> None:
         self._mesh.wait(self, timeout.total_seconds())
         if self.error is not None:
             raise self.error
@@ -43,49 +43,58 @@ class Swap:
             raise TimeoutError
 
 
-class Message:
-    """What is still to pass of a head and a body, in one direction. `name`: what the head says, or should."""
+class Transfer:
+    """One message in one direction, as far as it has not moved yet.
 
-    def __init__(self, name: bytes, head: bytes | bytearray, body: memoryview, swap: Swap) -> None:
-        self.name, self.head, self.swap = name, head, swap
-        self.rest, self.nbytes = [memoryview(head), body], len(head) + len(body)
+    Args:
+        expected: the header that the message should have.
+        header: the one that it has: the same if it is sent, filled while it is received.
+        body: its content.
+        work: the operation that it belongs to.
+    """
+
+    def __init__(self, expected: bytes, header: bytes | bytearray, body: memoryview, work: MeshWork) -> None:
+        self.expected, self.header, self.work = expected, header, work
+        self.rest, self.nbytes = [memoryview(header), body], len(header) + len(body)
 
     def move(self, move: Callable[..., int]) -> bool:
-        """Whether all of it has passed."""
+        """Moves what can be moved by `move`, a wire's `send` or `receive`. Returns whether nothing is left."""
         moved = move(*self.rest)
         self.nbytes -= moved
         if self.nbytes == 0:
             return True
-        of_head = min(moved, len(self.rest[0]))
-        self.rest = [self.rest[0][of_head:], self.rest[1][moved - of_head :]]
+        of_header = min(moved, len(self.rest[0]))
+        self.rest = [self.rest[0][of_header:], self.rest[1][moved - of_header :]]
         return False
 
     def check(self) -> None:
-        if self.head != self.name and (self.nbytes == 0 or not self.rest[0]):
-            came, due = _HEAD.unpack(self.head), _HEAD.unpack(self.name)
-            raise WireError(f"message {came[0]} of {came[1]} bytes came for message {due[0]} of {due[1]} bytes")
+        """Raises if the header is complete and not as expected."""
+        if self.header != self.expected and (self.nbytes == 0 or not self.rest[0]):
+            found, due = _HEADER.unpack(self.header), _HEADER.unpack(self.expected)
+            raise WireError(f"message {found[0]} of {found[1]} bytes came for message {due[0]} of {due[1]} bytes")
 
 
-class Line:
-    """A wire, and what is still to pass over it in each direction, first things first.
+class QueuedWire:
+    """A wire, with the messages that still have to move over it in each direction, in order.
 
-    The head of a message says which it is, and how long: workers that have gone different ways are told so."""
+    Each message has a header with its number and length, so that workers that run different code get an error.
+    """
 
     def __init__(self, peer: int, wire: Wire) -> None:
         self.peer, self.wire = peer, wire
-        self.unsent: deque[Message] = deque()
-        self.missing: deque[Message] = deque()
+        self.unsent: deque[Transfer] = deque()
+        self.missing: deque[Transfer] = deque()
         self._count = 0
 
-    def add(self, outgoing: memoryview, incoming: memoryview, swap: Swap) -> None:
+    def add(self, outgoing: memoryview, incoming: memoryview, work: MeshWork) -> None:
         self._count += 1
-        sent, due = _HEAD.pack(self._count, len(outgoing)), _HEAD.pack(self._count, len(incoming))
-        self.unsent.append(Message(sent, sent, outgoing, swap))
-        self.missing.append(Message(due, bytearray(_HEAD.size), incoming, swap))
+        sent, due = _HEADER.pack(self._count, len(outgoing)), _HEADER.pack(self._count, len(incoming))
+        self.unsent.append(Transfer(sent, sent, outgoing, work))
+        self.missing.append(Transfer(due, bytearray(_HEADER.size), incoming, work))
 
     def send(self) -> None:
         while self.unsent and self.unsent[0].move(self.wire.send):
-            self.unsent.popleft().swap.left -= 1
+            self.unsent.popleft().work.left -= 1
 
     def receive(self) -> None:
         while self.missing:
@@ -93,122 +102,133 @@ class Line:
             self.missing[0].check()
             if not is_over:
                 return
-            self.missing.popleft().swap.left -= 1
+            self.missing.popleft().work.left -= 1
 
     def events(self) -> int:
-        """What it waits for now."""
+        """Returns the epoll events to wait for now."""
         if self.missing:
-            self.wire.wake_at(min(self.missing[0].nbytes, BATCH_NBYTES))
+            self.wire.set_low_water(min(self.missing[0].nbytes, BATCH_NBYTES))
         return (select.EPOLLOUT if self.unsent else 0) | (select.EPOLLIN if self.missing else 0)
 
 
 class Mesh:
-    """`beside`: a thread moves the messages. Else they move in `wait`, as far as the kernel has no room for them."""
+    """Wires to all other workers.
 
-    def __init__(self, store: Store, rank: int, others: Iterable[int], timeout: float, *, beside: bool) -> None:
-        self._lines: dict[int, Line] = {}
+    Args:
+        store: through which workers find each other.
+        rank: this worker.
+        others: the other workers.
+        timeout: seconds in which each of them must connect.
+        background: if True, a thread does the I/O. Otherwise bytes beyond the socket buffers move inside `wait`.
+    """
+
+    def __init__(self, store: Store, rank: int, others: Iterable[int], timeout: float, *, background: bool) -> None:
+        self._wires: dict[int, QueuedWire] = {}  # by file descriptor
         self._epoll = select.epoll()
         self._error: WireError | None = None
-        self._changed = threading.Condition()  # guards lines, their messages and the error
+        self._changed = threading.Condition()  # guards the wires, their messages and the error
         self._closing = False
         self._thread: threading.Thread | None = None
         try:
-            self._connect(Switchboard(store, rank, timeout), others)
+            self._connect(Connector(store, rank, timeout), others)
         except BaseException:
             self.close()
             raise
-        if beside:
-            self._bell = os.eventfd(0)
-            self._epoll.register(self._bell, select.EPOLLIN)
+        if background:
+            self._closing_event = os.eventfd(0)  # wakes up the thread
+            self._epoll.register(self._closing_event, select.EPOLLIN)
             self._thread = threading.Thread(target=self._run, name="laconic-mesh", daemon=True)
             self._thread.start()
         else:
-            for line in self._lines.values():
-                line.wire.make_room(ROOM_NBYTES)
+            for queued in self._wires.values():
+                queued.wire.set_send_buffer(SEND_BUFFER_NBYTES)
 
-    def _connect(self, switchboard: Switchboard, others: Iterable[int]) -> None:
+    def _connect(self, connector: Connector, others: Iterable[int]) -> None:
         try:
             for peer in others:
                 try:
-                    line = Line(peer, switchboard.connect(peer))
+                    queued = QueuedWire(peer, connector.connect(peer))
                 except WireError as error:
-                    raise WireError(f"no wire to rank {peer}: {error}") from error
-                self._lines[line.wire.fileno()] = line
-                # One event, then none before it is asked for again: also from another thread, which wakes nobody.
-                self._epoll.register(line.wire.fileno(), select.EPOLLONESHOT)
+                    raise WireError(f"no connection to rank {peer}: {error}") from error
+                number = queued.wire.fileno()
+                self._wires[number] = queued
+                # One-shot: after an event, epoll reports none until `modify` asks again. Another thread may do that
+                # without waking up the one that polls.
+                self._epoll.register(number, select.EPOLLONESHOT)
         finally:
-            switchboard.close()
+            connector.close()
 
-    def swap(self, messages: Mapping[int, tuple[memoryview, memoryview]]) -> Swap:
-        """Send the first to each of these workers, and fill the second with what it sends."""
-        swap = Swap(self, 2 * len(messages))
+    def sendrecv(self, messages: Mapping[int, tuple[memoryview, memoryview]]) -> MeshWork:
+        """Starts, for each of these ranks, to send the first buffer to it and to fill the second with what it sends."""
+        work = MeshWork(self, 2 * len(messages))
         with self._changed:
-            for line in self._lines.values():
-                if line.peer in messages and self._error is None:
-                    line.add(*messages[line.peer], swap)
-                    self._move(line, line.send)
+            for queued in self._wires.values():
+                if queued.peer in messages and self._error is None:
+                    queued.add(*messages[queued.peer], work)
+                    self._move(queued, queued.send)
             if self._error is not None:
                 raise self._error
-        return swap
+        return work
 
-    def wait(self, swap: Swap, seconds: float) -> None:
-        """Until it is over, but no longer than that."""
+    def wait(self, work: MeshWork, seconds: float) -> None:
+        """Returns when the work is completed, or after so many seconds."""
         if self._thread is not None:
             with self._changed:
-                self._changed.wait_for(swap.is_completed, seconds)
+                self._changed.wait_for(work.is_completed, seconds)
         else:
             deadline = time.monotonic() + seconds
-            while not swap.is_completed() and (rest := deadline - time.monotonic()) > 0:
-                self._turn(rest)
-        if not swap.is_completed():
-            self._look()
+            while not work.is_completed() and (rest := deadline - time.monotonic()) > 0:
+                self._poll(rest)
+        if not work.is_completed():
+            self._receive_all()
 
-    def _look(self) -> None:
-        """At what has come too short to wake anyone: a message that is shorter than it should be says so."""
+    def _receive_all(self) -> None:
+        """Receives also what has not reached the low-water mark: a message that is too short shows in its header."""
         with self._changed:
-            for line in self._lines.values():
-                if line.missing:
-                    self._move(line, line.receive)
+            for queued in self._wires.values():
+                if queued.missing:
+                    self._move(queued, queued.receive)
 
     def close(self) -> None:
-        """Others that wait for this worker notice at once."""
+        """Closes the wires. Workers that wait for this one notice at once."""
         if self._closing:
             return
         self._closing = True
         if self._thread is not None:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._closing_event, 1)
             self._thread.join()
-            os.close(self._bell)
+            os.close(self._closing_event)
         self._epoll.close()
-        for line in self._lines.values():
-            line.wire.close()
+        for queued in self._wires.values():
+            queued.wire.close()
 
     def _run(self) -> None:
         while not self._closing:
-            self._turn(-1)
+            self._poll(-1)
 
-    def _turn(self, seconds: float) -> None:
-        """Wait until something can move, and move it."""
+    def _poll(self, seconds: float) -> None:
+        """Waits until something can move, and moves it."""
         for number, _ in self._epoll.poll(seconds):
-            line = self._lines.get(number)
-            if line is not None:  # else it is the bell
+            queued = self._wires.get(number)
+            if queued is not None:  # else it is the closing event
                 with self._changed:
-                    self._move(line, line.send, line.receive)
+                    self._move(queued, queued.send, queued.receive)
                     self._changed.notify_all()
 
-    def _move(self, line: Line, *ways: Callable[[], None]) -> None:
+    def _move(self, queued: QueuedWire, *directions: Callable[[], None]) -> None:
         try:
-            for way in ways:
-                way()
-            if events := line.events():
-                self._epoll.modify(line.wire.fileno(), events | select.EPOLLONESHOT)
+            for move in directions:
+                move()
+            if events := queued.events():
+                self._epoll.modify(queued.wire.fileno(), events | select.EPOLLONESHOT)
         except (WireError, OSError) as error:
-            self._end(WireError(f"the wire to rank {line.peer}: {error}"))
+            self._end(WireError(f"the connection to rank {queued.peer}: {error}"))
 
     def _end(self, error: WireError) -> None:
+        """Ends all messages in flight with this error."""
         self._error = error
-        for line in self._lines.values():
-            for message in (*line.unsent, *line.missing):
-                message.swap.error = error
-            line.unsent.clear()
-            line.missing.clear()
+        for queued in self._wires.values():
+            for transfer in (*queued.unsent, *queued.missing):
+                transfer.work.error = error
+            queued.unsent.clear()
+            queued.missing.clear()

@@ -1,4 +1,4 @@
-"""What the workers said to each other: payload bytes sent and seconds waited, by channel and verb."""
+"""Counts the payload bytes that this worker sends and the seconds it waits, by channel and verb."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Tally:
+    """Counts of one verb on one channel."""
+
     calls: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -15,10 +17,19 @@ class Tally:
 
 @dataclass
 class Counts:
-    """Tallies by (channel, verb). A channel or verb that is not given means all of them."""
+    """Sums over channels and verbs. A channel or verb that is not given means all of them.
 
-    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
-    waited: float = 0.0  # seconds the training thread was blocked, on whatever channel
+    A verb and its asynchronous form count under the same name, that of the blocking form.
+
+    >>> meter = Meter()
+    >>> meter.add("foreground", "mean", calls=1, nbytes=400)
+    >>> meter.add("background", "all_gather", calls=1, nbytes=80)
+    >>> meter.total.nbytes(), meter.total.nbytes("background"), meter.total.calls(verb="mean")
+    (480, 80, 1)
+    """
+
+    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)  # by (channel, verb)
+    waited: float = 0.0  # seconds the training thread was blocked, on any channel
     method_seconds: float = 0.0  # seconds of the training thread in the method's hooks, waiting included
 
     def _sum(self, what: str, channel: str | None, verb: str | None) -> float:
@@ -29,33 +40,45 @@ class Counts:
         )
 
     def calls(self, channel: str | None = None, verb: str | None = None) -> int:
+        """Returns how often a verb sent anything."""
         return int(self._sum("calls", channel, verb))
 
     def nbytes(self, channel: str | None = None, verb: str | None = None) -> int:
-        """Payload bytes this worker sent: what the algorithm put on the wire, without TCP's and Ethernet's headers."""
+        """Returns the payload bytes that this worker sent, without the headers of TCP and Ethernet."""
         return int(self._sum("nbytes", channel, verb))
 
     def seconds(self, channel: str | None = None, verb: str | None = None) -> float:
-        """Seconds a caller was blocked, waiting for the network or for other workers, in whatever thread."""
-        return self._sum("seconds", channel, verb)
+        """Returns the seconds that any thread was blocked, waiting for the network or for other workers."""
+        return float(self._sum("seconds", channel, verb))
 
 
 class Meter:
-    """Channels: `foreground` is what a step may wait for, `background` what it does not, `control` is outside steps
-    (the broadcast at the start, `consensus()`, the average at the end)."""
+    """Counts for the whole run (`total`) and since the beginning of the current step (`last_step`).
+
+    Channels: `foreground` is traffic that a step may wait for, `background` is traffic that it does not wait for,
+    `control` is traffic outside of steps (the broadcast at the start, `consensus()`, the average at the end).
+
+    >>> meter = Meter()
+    >>> meter.add("foreground", "mean", calls=1, nbytes=400, seconds=0.5)
+    >>> meter.begin_step(1)
+    >>> meter.total.seconds("foreground"), meter.last_step.seconds("foreground")
+    (0.5, 0.0)
+    """
 
     def __init__(self) -> None:
-        self.step = 0  # the step under way: errors name it
+        self.step = 0  # the current step, for error messages
         self.total = Counts()
         self.last_step = Counts()
         self._lock = threading.Lock()
         self._training_thread = threading.get_ident()
 
     def begin_step(self, step: int) -> None:
+        """Sets the current step, and clears `last_step`."""
         self.step = step
         self.last_step = Counts()
 
     def add(self, channel: str, verb: str, *, calls: int = 0, nbytes: int = 0, seconds: float = 0.0) -> None:
+        """Adds to the counts. Any thread may call this; seconds of the training thread also count as `waited`."""
         with self._lock:
             for counts in (self.total, self.last_step):
                 tally = counts.tallies.get((channel, verb))
@@ -68,5 +91,33 @@ class Meter:
                     counts.waited += seconds
 
     def add_method(self, seconds: float) -> None:
+        """Adds seconds that the training thread spent in the method's hooks."""
         for counts in (self.total, self.last_step):
             counts.method_seconds += seconds
+
+
+def ring_mean_nbytes(nbytes: int, size: int) -> int:
+    """Returns how many bytes each of `size` ranks sends to average `nbytes` by a ring all-reduce.
+
+    >>> ring_mean_nbytes(1000, 4)
+    1500
+    """
+    return round(2 * (size - 1) * nbytes / size)
+
+
+def tree_children(place: int, size: int) -> int:
+    """Returns to how many ranks a rank sends in the binomial tree by which gloo broadcasts.
+
+    Args:
+        place: the rank, counted from the root.
+        size: the number of ranks.
+
+    >>> [tree_children(place, 4) for place in range(4)]
+    [2, 1, 0, 0]
+    """
+    children, bit = 0, 1
+    while bit < size:
+        if place < bit and place + bit < size:
+            children += 1
+        bit <<= 1
+    return children

@@ -1,13 +1,14 @@
-"""Who exchanges with whom: workers that are free pair up on a board in the job's store.
+"""Pairs up free neighbours for gossip, without a master.
 
-The board is one value that is only ever changed as a whole, by compare-and-set; there is no master. A worker that comes
-to it takes a free neighbour, or writes itself down as free and is called later. Two that seek an exchange suit each
-other at once; one that only answers suits one whose need is urgent. So:
+The free workers are listed on a *board*: one value in the job's store, which is only ever replaced as a whole, by
+compare-and-set. A worker that wants an exchange takes a free neighbour off the board, and wakes it up. If there is
+none, it lists itself and is woken up later. Two workers that both seek an exchange may be paired at once. A worker that
+only answers is paired only with one whose need is urgent. It follows that:
 
-- of two free neighbours never both seek, and an urgent one has no free neighbour at all: it is unserved only while all
-  its neighbours are in an exchange, and who is in an exchange waits for nobody but its partner. No cycle of waiting,
-  and a slow worker delays only its partner;
-- a neighbour that becomes free takes the urgent one that has waited longest: nobody starves.
+- Two free neighbours never both seek, and a free worker in urgent need has no free neighbour at all. It waits only
+  while all its neighbours are in an exchange, and a worker in an exchange waits only for its partner. So waits form no
+  cycle, and a slow worker delays only its partner.
+- A neighbour that becomes free takes the urgent one that has waited longest. So nobody starves.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from laconic.topology import Topology
 
 
 class Dropped(PeerError):
-    """The others go on without this worker."""
+    """The others continue without this worker."""
 
 
 class Need(IntEnum):
-    """What a worker wants of the board."""
+    """How much a free worker wants an exchange. Two may be paired if their needs add up to URGENT."""
 
-    ANSWER = 0  # nothing, but it answers
-    SEEK = 1  # an exchange with a neighbour that seeks too
-    URGENT = 2  # an exchange with whichever neighbour is free
+    ANSWER = 0  # it does not, but takes part if a neighbour needs one urgently
+    SEEK = 1  # with a neighbour that seeks too
+    URGENT = 2  # with any free neighbour
 
 
 class KeyValueStore(Protocol):
-    """What of torch's Store is used here. `compare_set` returns the value that is there afterwards."""
+    """The part of torch's Store that is used here. `compare_set` returns the value that is there afterwards."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
@@ -42,83 +43,89 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Free:
-    """A free worker: its need, exchanges made beyond its own rate, the ticket it got when its need became so, and the
-    number of the bell that wakes it."""
+    """A free worker on the board."""
 
     need: int
-    surplus: int
-    since: int
-    bell: int
+    surplus: int  # exchanges made beyond those that it sought
+    since: int  # `Board.listings` when it was listed with this need: the smallest has waited longest
+    wakeup: int  # number of its wake-up key
 
 
 @dataclass
 class Board:
-    tickets: int = 0
+    """The content of the board. Each rank is in at most one of the three dictionaries."""
+
+    listings: int = 0  # how often a worker was listed, with a new need
     free: dict[int, Free] = field(default_factory=dict)
-    called: dict[int, int] = field(default_factory=dict)  # who was taken while free, and by whom, until it knows
-    gone: dict[int, str] = field(default_factory=dict)  # who was dropped, and why
+    taken: dict[int, int] = field(default_factory=dict)  # workers taken off the board, and by whom, until they notice
+    dropped: dict[int, str] = field(default_factory=dict)  # workers that were dropped, and why
 
     @classmethod
     def parse(cls, text: str) -> Board:
-        tickets, free, called, gone = json.loads(text)
+        """Reads what `str` has written."""
+        listings, free, taken, dropped = json.loads(text)
         return cls(
-            tickets,
+            listings,
             {int(rank): Free(*entry) for rank, entry in free.items()},
-            {int(rank): caller for rank, caller in called.items()},
-            {int(rank): why for rank, why in gone.items()},
+            {int(rank): partner for rank, partner in taken.items()},
+            {int(rank): why for rank, why in dropped.items()},
         )
 
     def __str__(self) -> str:
-        free = {rank: (entry.need, entry.surplus, entry.since, entry.bell) for rank, entry in self.free.items()}
-        return json.dumps([self.tickets, free, self.called, self.gone])
+        free = {rank: (entry.need, entry.surplus, entry.since, entry.wakeup) for rank, entry in self.free.items()}
+        return json.dumps([self.listings, free, self.taken, self.dropped])
 
-    def come(
-        self, rank: int, neighbours: tuple[int, ...], need: Need, surplus: int, bell: int
+    def pair(
+        self, rank: int, neighbours: tuple[int, ...], need: Need, surplus: int, wakeup: int
     ) -> tuple[int | None, Free | None]:
-        """`rank` is in no exchange. The partner it has now, and the partner's entry if it was free until now."""
-        if rank in self.called:
-            return self.called.pop(rank), None
+        """Pairs `rank`, which is in no exchange, with a neighbour, or lists it as free.
+
+        Returns:
+            The partner, and its entry if it must be woken up; (None, None) if there is no partner yet.
+        """
+        if rank in self.taken:
+            return self.taken.pop(rank), None
         before = self.free.pop(rank, None)
-        suits = {r: self.free[r] for r in neighbours if r in self.free and need + self.free[r].need >= Need.URGENT}
-        if suits:
-            # The neediest, of them who has the smallest surplus, of them who has waited longest.
-            partner = min(suits, key=lambda r: (-suits[r].need, suits[r].surplus, suits[r].since))
-            self.called[partner] = rank
+        fitting = {r: self.free[r] for r in neighbours if r in self.free and need + self.free[r].need >= Need.URGENT}
+        if fitting:
+            # First the greatest need, then the smallest surplus, then the longest wait.
+            partner = min(fitting, key=lambda r: (-fitting[r].need, fitting[r].surplus, fitting[r].since))
+            self.taken[partner] = rank
             return partner, self.free.pop(partner)
         if before is not None and before.need == need:
             since = before.since
         else:
-            self.tickets += 1
-            since = self.tickets
-        self.free[rank] = Free(need, surplus, since, bell)
+            self.listings += 1
+            since = self.listings
+        self.free[rank] = Free(need, surplus, since, wakeup)
         return None, None
 
     def withdraw(self, rank: int) -> int | None:
-        """`rank` wants no exchange for now. If it has been called already: by whom; it must answer first."""
+        """Takes `rank` off the board. Returns its partner if it has been taken already: that exchange must be made."""
         self.free.pop(rank, None)
-        return self.called.pop(rank, None)
+        return self.taken.pop(rank, None)
 
     def drop(self, rank: int, why: str, topology: Topology) -> None:
-        """Go on without `rank`, and without those that have no way to the largest part of the graph left."""
-        if rank in self.gone:
+        """Drops `rank`, and all workers that are then disconnected from the largest part of the graph."""
+        if rank in self.dropped:
             return
-        self.gone[rank] = why
-        left = [node for node in topology.nodes if node not in self.gone]
+        self.dropped[rank] = why
+        left = [node for node in topology.nodes if node not in self.dropped]
         largest, *others = topology.parts(left) or [()]
         for part in others:
             for node in part:
-                self.gone[node] = (
-                    f"without rank {rank} ({why}) the graph falls apart, and the workers {list(part)} "
-                    f"have no way to {list(largest)}, which go on"
+                self.dropped[node] = (
+                    f"without rank {rank} ({why}) the graph is disconnected, and the workers {list(part)} "
+                    f"have no path to {list(largest)}, which go on"
                 )
-        for node in self.gone:
+        for node in self.dropped:
             self.free.pop(node, None)
-            self.called.pop(node, None)
-        self.called = {node: caller for node, caller in self.called.items() if caller not in self.gone}
+            self.taken.pop(node, None)
+        self.taken = {node: partner for node, partner in self.taken.items() if partner not in self.dropped}
 
 
 class Pairing:
-    """One worker's hand on the board. For one thread: a store's client serves one caller at a time."""
+    """One worker's access to the board. For one thread, since a store's client serves one caller at a time."""
 
     KEY = "gossip/board"
 
@@ -126,60 +133,66 @@ class Pairing:
         self.topology, self.rank = topology, rank
         self._store = store
         self._neighbours = topology.neighbours(rank)
-        self._text = str(Board())
-        self._text = store.compare_set(self.KEY, "", self._text).decode()
+        self._text = store.compare_set(self.KEY, "", str(Board())).decode()
 
-    def come(self, need: Need, surplus: int, bell: int) -> int | None:
-        """Look for a partner: its rank, or None. Then this worker is free, and its bell rings when it is called."""
+    def pair(self, need: Need, surplus: int, wakeup: int) -> int | None:
+        """Returns the rank of a partner. If there is none yet, lists this worker as free and returns None.
+
+        A partner that takes this worker later sets the key `wakeup_key(rank, wakeup)`; then call this again.
+        """
         while True:
             board = self._board()
-            partner, taken = board.come(self.rank, self._neighbours, need, surplus, bell)
+            partner, taken = board.pair(self.rank, self._neighbours, need, surplus, wakeup)
             if self._replace(board):
                 break
         if partner is not None and taken is not None:
-            self._store.set(bell_key(partner, taken.bell), "")
+            self._store.set(wakeup_key(partner, taken.wakeup), "")
         return partner
 
     def withdraw(self) -> int | None:
+        """Takes this worker off the board. Returns its partner if it has been taken: that exchange must be made."""
         while True:
             board = self._board()
-            caller = board.withdraw(self.rank)
+            partner = board.withdraw(self.rank)
             if self._replace(board):
-                return caller
+                return partner
 
     def drop(self, rank: int, why: str) -> None:
-        """Who was dropped itself may drop nobody else: it has been away, not they."""
+        """Drops a worker.
+
+        Raises:
+            Dropped: this worker was dropped itself. Then it may drop no other, since it was away, not they.
+        """
         while True:
             board = self._board() if rank != self.rank else Board.parse(self._text)
             board.drop(rank, why, self.topology)
             if self._replace(board):
                 return
 
-    def look(self) -> dict[int, str]:
-        """Who is gone by now, and why."""
-        # A compare-and-set that cannot succeed is a read: no board is the word "look".
-        self._text = self._store.compare_set(self.KEY, "look", "look").decode()
-        return Board.parse(self._text).gone
+    def read(self) -> dict[int, str]:
+        """Reads the board. Returns the workers that were dropped, and why."""
+        # A compare-and-set that cannot succeed is a read: no board has the text "read".
+        self._text = self._store.compare_set(self.KEY, "read", "read").decode()
+        return self.dropped
+
+    @property
+    def dropped(self) -> dict[int, str]:
+        """The workers that were dropped, and why, as of the last access to the board."""
+        return Board.parse(self._text).dropped
 
     def _board(self) -> Board:
         board = Board.parse(self._text)
-        if self.rank in board.gone:
-            raise Dropped(f"rank {self.rank} was dropped, the others go on without it: {board.gone[self.rank]}")
+        if self.rank in board.dropped:
+            raise Dropped(f"rank {self.rank} was dropped, the others go on without it: {board.dropped[self.rank]}")
         return board
 
     def _replace(self, board: Board) -> bool:
-        """Put the new board up, unless another one is there by now: then look at that."""
+        """Replaces the board in the store, unless another worker has. Keeps what the store holds afterwards."""
         desired = str(board)
         found = self._store.compare_set(self.KEY, self._text, desired).decode()
-        # An unchanged board counts as put up: it is what the store holds.
         replaced, self._text = found == desired, found
         return replaced
 
-    @property
-    def gone(self) -> dict[int, str]:
-        """As of the last look at the board."""
-        return Board.parse(self._text).gone
 
-
-def bell_key(rank: int, bell: int) -> str:
-    return f"gossip/bell/{rank}/{bell}"
+def wakeup_key(rank: int, number: int) -> str:
+    return f"gossip/wakeup/{rank}/{number}"

@@ -1,14 +1,15 @@
-"""Meetings, failures and roll calls through the job's key-value store: how ranks learn why somebody does not answer.
+"""Meetings, failures and heartbeats in the job's key-value store: how a rank learns why another one does not answer.
 
-A collective only says that nothing comes. The store says why: a rank that fails leaves its error there, a rank that
-went to a meeting (leaving, consensus, saving) that others do not attend has signed in there. So a rank that has waited
-for a second looks here, and raises with the reason long before the time-out.
+A collective that hangs does not say why. The store does: a rank that fails writes its error there, and a rank that
+comes to a meeting (the end, `consensus()`, a checkpoint) signs in there. So a rank that has waited for a second reads
+the store, and raises with the reason long before the time-out.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -17,147 +18,158 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from laconic.comm.comm import PeerError
 from laconic.comm.pairing import Dropped, Pairing
 
-SLICE = 1.0  # seconds between two looks at the store, while waiting
-GRACE = 3.0  # seconds that the others have to answer a roll call
+CHECK_SECONDS = 1.0  # between two reads of the store, while waiting
+ROLL_CALL_SECONDS = 3.0  # in which the others must answer a roll call
 STORE_IS_GONE = "the job's store does not answer: the launcher, or the rank that holds it (usually 0), is gone"
 
 
 class StoreGone(PeerError):
-    pass
+    """The process that holds the job's store is gone."""
 
 
 class Register:
+    """One rank's access to the meetings and failures in the store.
+
+    Args:
+        store: of the job.
+        rank: this worker.
+        size: the number of workers.
+        timeout: seconds after which a wait for another rank fails.
+    """
+
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        # Several workers may live one after another in one job; each rank counts its own, alike on all ranks.
+        # One job may run several Workers one after another. Each rank counts its own, and all come to the same number.
         number = store.add(f"laconic/{rank}", 1)
-        self._store = PrefixStore(f"laconic/{number}", store)
+        self.store = PrefixStore(f"laconic/{number}", store)  # the keys of this Worker
         self.rank, self.size, self.timeout = rank, size, timeout
         self.members = list(range(size))  # as of the last meeting
-        self.board: Pairing | None = None  # with gossip: who has been dropped is written there, and the rest go on
+        self.pairing: Pairing | None = None  # with gossip: lists the ranks that were dropped, and the rest continue
         self._meetings = 0
-        self._started: dict[str, int] = {}  # messages started so far, by the channel (and peer) they go over
+        self._started: dict[str, int] = {}  # operations started so far, by sequence
 
-    def count(self, course: str) -> int:
-        """Another message is started on this course: its number there."""
-        self._started[course] = self._started.get(course, 0) + 1
-        return self._started[course]
-
-    @property
-    def store(self) -> Store:
-        """The part of the job's store that belongs to this worker."""
-        return self._store
+    def count(self, sequence: str) -> int:
+        """Counts another operation, and returns its number in its sequence: that of a channel, or of a pair on it."""
+        self._started[sequence] = self._started.get(sequence, 0) + 1
+        return self._started[sequence]
 
     def meet(self, what: str, step: int, note: Any, *, timeout: float | None = None) -> list[Any]:
+        """Implements `Comm.meet`."""
         self._meetings += 1
         number = self._meetings
-        if number > 2:  # all ranks came to the meeting before this one, so all have read the one before that
-            self._store.delete_key(f"meet/{number - 2}/{self.rank}")
-        self._store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
+        if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
+            self.store.delete_key(f"meet/{number - 2}/{self.rank}")
+        self.store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
         self._wait_for_members(number, what, step, timeout or self.timeout)
-        signed = [json.loads(self._store.get(f"meet/{number}/{rank}")) for rank in self.members]
+        signed = [json.loads(self.store.get(f"meet/{number}/{rank}")) for rank in self.members]
         if any(other[0] != what for other in signed):
             places = "; ".join(
                 f"rank {rank}: {w} (step {s})" for rank, (w, s, *_) in zip(self.members, signed, strict=True)
             )
-            raise PeerError(f"the ranks are at different places, all must come to the same: {places}")
+            raise PeerError(f"the ranks wait at different places, and all must come to the same one: {places}")
         return [note for _, _, note, _ in signed]
 
     def _wait_for_members(self, number: int, what: str, step: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        life = Life(self._store)
+        heartbeats = Heartbeats(self.store)
         while True:
-            expected = [rank for rank in self.members if self.board is None or rank not in self.board.gone]
+            expected = [rank for rank in self.members if self.pairing is None or rank not in self.pairing.dropped]
             keys = [f"meet/{number}/{rank}" for rank in expected]
-            if self._appear(keys, min(SLICE, self.timeout)):
+            if self._appear(keys, min(CHECK_SECONDS, self.timeout)):
                 break
-            self.look_for_failure(f"{what} at step {step}")
-            missing = [rank for rank, key in zip(expected, keys, strict=True) if not self._store.check([key])]
-            if self.board is not None:
-                # In gossip a slow worker may take its time, as long as it lives. Twice the time-out, since its
-                # background may itself be waiting for one that does not answer.
-                for rank in life.silent(missing, 2 * self.timeout):
-                    self.board.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
-                self.board.look()
+            self.raise_if_failed(f"{what} at step {step}")
+            missing = [rank for rank, key in zip(expected, keys, strict=True) if not self.store.check([key])]
+            if self.pairing is not None:
+                # With gossip a worker may be slow, as long as it is alive. Its heartbeat may stop for up to the
+                # time-out, while its background thread itself waits for a rank that does not answer: hence twice that.
+                for rank in heartbeats.silent(missing, 2 * self.timeout):
+                    self.pairing.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
+                self.pairing.read()
             elif time.monotonic() > deadline:
                 raise PeerError(f"rank {self.rank}: {what} at step {step} waited {timeout:g} s for {ranks(missing)}")
-        if self.board is not None:
-            self._agree_on_members(f"meet/{number}/members", expected)
+        if self.pairing is not None:
+            self._agree_on_members(self.pairing, f"meet/{number}/members", expected)
 
-    def _agree_on_members(self, key: str, expected: list[int]) -> None:
-        """Who is dropped meanwhile is seen by some and not by others: the first to be done decides for all."""
-        assert self.board is not None
-        self.members = json.loads(self._store.compare_set(key, "", json.dumps(expected)))
+    def _agree_on_members(self, pairing: Pairing, key: str, expected: list[int]) -> None:
+        """Sets the members to those that the first rank to get here expected, since ranks may see a drop or not yet."""
+        self.members = json.loads(self.store.compare_set(key, "", json.dumps(expected)))
         if self.rank not in self.members:
-            why = self.board.look().get(self.rank, "it came too late to a meeting")
+            why = pairing.read().get(self.rank, "it came too late to a meeting")
             raise Dropped(f"rank {self.rank} was dropped, the others go on without it: {why}")
 
-    def look_for_failure(self, doing: str) -> None:
-        """Raise if some rank has failed."""
+    def raise_if_failed(self, doing: str) -> None:
+        """Raises if some rank has failed. `doing` describes what this rank waits for."""
         try:
-            found = self._store.get("failed") if self._store.check(["failed"]) else None
+            found = self.store.get("failed") if self.store.check(["failed"]) else None
         except DistNetworkError as gone:
-            raise StoreGone(f"rank {self.rank}: {doing} cannot end: {STORE_IS_GONE}") from gone
+            raise StoreGone(f"rank {self.rank}: {doing} cannot complete: {STORE_IS_GONE}") from gone
         if found is not None:
-            raise PeerError(f"rank {self.rank}: {doing} cannot end: {found.decode()}")
+            raise PeerError(f"rank {self.rank}: {doing} cannot complete: {found.decode()}")
 
-    def look_around(self, doing: str, needed: dict[int, str], number: int) -> None:
-        """Raise if what this rank waits for can never come: a rank failed, or waits for this one at a meeting.
+    def raise_if_stuck(self, doing: str, participants: Mapping[int, str], number: int) -> None:
+        """Raises if an operation can never complete: a rank failed, or waits for this rank at a meeting.
 
-        `needed`: the ranks that take part in the message, with its course as they count; `number` is its place there.
-        A rank at a meeting that has started the message is no hindrance: it was done sooner, and the rest will come.
+        A rank at a meeting that has started the operation is no obstacle: it was done sooner, and the rest will come.
+
+        Args:
+            doing: describes the operation.
+            participants: the ranks that take part in it, with the sequence in which each of them counts it.
+            number: its number in that sequence.
         """
         try:
-            self.look_for_failure(doing)
+            self.raise_if_failed(doing)
         except StoreGone:
-            return  # its host may be done already, while the last message is still on its way here
-        for rank, course in needed.items():
+            return  # the rank that holds the store may be done, and the last message still on its way here
+        for rank, sequence in participants.items():
             key = f"meet/{self._meetings + 1}/{rank}"
-            if rank == self.rank or not self._store.check([key]):
+            if rank == self.rank or not self.store.check([key]):
                 continue
-            what, step, _, started = json.loads(self._store.get(key))
-            if started.get(course, 0) < number:
+            what, step, _, started = json.loads(self.store.get(key))
+            if started.get(sequence, 0) < number:
                 raise PeerError(
-                    f"rank {self.rank}: {doing} cannot end: rank {rank} is at {what} since its step {step}, "
+                    f"rank {self.rank}: {doing} cannot complete: rank {rank} has been at {what} since its step {step}, "
                     f"and all ranks must come there"
                 )
 
     def fail(self, text: str) -> None:
-        """The first to fail is the one that everybody names; with gossip, it is dropped and the others go on."""
+        """Reports that this rank failed. All ranks name the first that did; with gossip, the others drop this one."""
         try:
-            if self.board is not None:
-                self.board.drop(self.rank, text)
+            if self.pairing is not None:
+                self.pairing.drop(self.rank, text)
                 return
-            self._store.compare_set("failed", "", text)
-            self._store.set(f"alive/{self.rank}", "")
+            self.store.compare_set("failed", "", text)
+            self.store.set(f"alive/{self.rank}", "")
         except DistNetworkError:
             return  # nobody is left to read it
 
     def roll_call(self, doing: str, cause: str) -> PeerError:
-        """A connection broke or nothing came in time: find out who is to blame."""
+        """Returns the error for an operation whose connection broke or that timed out, after finding out who is alive.
+
+        Every rank that notices the failure signs in as alive; the ranks that do not are to blame.
+        """
         try:
-            self._store.set(f"alive/{self.rank}", "")
-            self.look_for_failure(doing)
-            self._wait_for_life()
-            self.look_for_failure(doing)
+            self.store.set(f"alive/{self.rank}", "")
+            self.raise_if_failed(doing)
+            deadline = time.monotonic() + ROLL_CALL_SECONDS
+            for rank in range(self.size):
+                self._appear([f"alive/{rank}"], deadline - time.monotonic())
+            self.raise_if_failed(doing)
         except DistNetworkError:
             return StoreGone(f"rank {self.rank}: {doing} failed, {STORE_IS_GONE} ({cause})")
         except PeerError as named:
             return named
-        silent = [rank for rank in range(self.size) if not self._store.check([f"alive/{rank}"])]
+        silent = [rank for rank in range(self.size) if not self.store.check([f"alive/{rank}"])]
         whom = f"no sign of life from {ranks(silent)}" if silent else "all ranks are alive"
         return PeerError(f"rank {self.rank}: {doing} failed, {whom} ({cause})")
 
-    def _wait_for_life(self) -> None:
-        deadline = time.monotonic() + GRACE
-        for rank in range(self.size):
-            self._appear([f"alive/{rank}"], deadline - time.monotonic())
-
     def _appear(self, keys: list[str], seconds: float) -> bool:
-        """Whether all keys are there within so many seconds. The store's own wait would write two lines to the user's
-        terminal whenever it is over in vain; this asks ever more seldom, and is late by a tenth of the wait at most."""
+        """Returns whether all keys are in the store within so many seconds.
+
+        The store's own wait would write two lines to the user's terminal whenever it times out. This one polls at
+        growing intervals, and is late by at most a tenth of the time waited.
+        """
         start = time.monotonic()
         try:
-            while not self._store.check(keys):
+            while not self.store.check(keys):
                 waited = time.monotonic() - start
                 if waited >= seconds:
                     return False
@@ -167,26 +179,36 @@ class Register:
         return True
 
 
-class Life:
-    """Watches the heartbeats that workers with gossip put in the store."""
+class Heartbeats:
+    """Reads the heartbeats that workers with gossip put in the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._seen: dict[int, tuple[int, float]] = {}  # the last heartbeat, and when it was new
+        self._last: dict[int, tuple[int, float]] = {}  # by rank: the last heartbeat, and when it was new
 
     def silent(self, suspects: list[int], seconds: float) -> list[int]:
-        """Which of them have given no new heartbeat for so long, while being watched."""
+        """Returns those suspects of which no new heartbeat was seen for so long, over the calls of this object."""
         now = time.monotonic()
         for rank in suspects:
-            beat = self._store.add(beat_key(rank), 0)
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = beat, now
-        return [rank for rank in suspects if now - self._seen[rank][1] > seconds]
+            beat = self._store.add(heartbeat_key(rank), 0)
+            if rank not in self._last or self._last[rank][0] != beat:
+                self._last[rank] = beat, now
+        return [rank for rank in suspects if now - self._last[rank][1] > seconds]
 
 
-def beat_key(rank: int) -> str:
-    return f"gossip/beat/{rank}"
+def heartbeat_key(rank: int) -> str:
+    return f"gossip/heartbeat/{rank}"
 
 
 def ranks(numbers: list[int]) -> str:
+    """Returns the ranks in words.
+
+    >>> ranks([1]), ranks([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, since those of torch go on with a stack trace."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

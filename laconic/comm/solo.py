@@ -1,4 +1,4 @@
-"""A world of one worker: every verb is the identity and nothing is sent."""
+"""A job of one worker: every verb is the identity and nothing is sent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from laconic.comm.comm import Comm, Pending, check_buffers, check_lengths
-from laconic.comm.finite import is_finite
+from laconic.comm.checks import check_buffers, contiguous_copy
+from laconic.comm.comm import Comm, Pending
+from laconic.comm.finite import is_finite, raise_not_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.topology import Topology
@@ -18,6 +19,12 @@ T = TypeVar("T")
 
 
 class Arrived(Pending[T]):
+    """A result that is there already.
+
+    >>> Arrived(3).wait()
+    3
+    """
+
     def __init__(self, result: T) -> None:
         self.result = result
 
@@ -26,6 +33,15 @@ class Arrived(Pending[T]):
 
 
 class Solo(Comm):
+    """Implements the verbs for a single worker, as under plain `python`.
+
+    >>> comm = Solo()
+    >>> comm.meet("the first epoch", note=3)
+    [3]
+    >>> comm.meter.total.nbytes()
+    0
+    """
+
     rank = 0
     size = 1
 
@@ -36,22 +52,13 @@ class Solo(Comm):
     def members(self) -> list[int]:
         return [0]
 
-    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def mean_async(self, x: Tensor, *, out: Tensor | None = None) -> Pending[Tensor]:
         if not is_finite(x):
-            raise FloatingPointError(f"mean at step {self.meter.step}: not finite on rank 0")
-        return _copy(x, out)
+            raise_not_finite(self, finite_here=False)
+        return Arrived(contiguous_copy(x, out))
 
-    def mean_async(self, x: Tensor) -> Pending[Tensor]:
-        return Arrived(self.mean(x))
-
-    def all_to_all(self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        check_lengths(chunks, lengths, self.rank, self.size)
-        return [chunks[0].clone()]
-
-    def all_to_all_async(
-        self, chunks: Sequence[Tensor], *, lengths: Sequence[int] | None = None
-    ) -> Pending[list[Tensor]]:
-        return Arrived(self.all_to_all(chunks, lengths=lengths))
+    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
+        return Arrived([x.clone()])
 
     def all_to_all_into_async(
         self, received: Tensor, sent: Tensor, *, received_lengths: Sequence[int], sent_lengths: Sequence[int]
@@ -60,22 +67,16 @@ class Solo(Comm):
         received.copy_(sent)
         return Arrived(None)
 
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        return [x.clone()]
-
-    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
-        return Arrived(self.all_gather(x))
-
-    def broadcast(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Tensor:
+    def broadcast_async(self, x: Tensor, *, root: int = 0, out: Tensor | None = None) -> Pending[Tensor]:
         if root != 0:
-            raise ValueError(f"root must be a rank from 0 to 0, not {root}")
-        return _copy(x, out)
+            raise ValueError(f"root must be 0, the only rank of a job of one worker, not {root}")
+        return Arrived(contiguous_copy(x, out))
 
     def exchange(self, x: Tensor, peer: int) -> Tensor:
-        raise ValueError(f"peer must be another rank, and there is none in a world of one, not {peer}")
+        raise ValueError(f"peer must be another rank, and a job of one worker has none, not {peer}")
 
     def gossip(self, topology: Topology, talk: Talk) -> Gossip:
-        raise ValueError("gossip needs another worker, and there is none in a world of one")
+        raise ValueError("gossip needs another worker, and a job of one worker has none; use torchrun to start more")
 
     def channel(self, name: str = "background") -> Comm:
         return self
@@ -91,11 +92,3 @@ class Solo(Comm):
 
     def close(self) -> None:
         pass
-
-
-def _copy(x: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        return x.clone()
-    if out is not x:
-        out.copy_(x)
-    return out

@@ -1,6 +1,6 @@
-"""TCP connections between two workers, over which both send at the same time and wake up as seldom as they can.
+"""Wires: TCP connections between two workers, over which both send at the same time, with few wake-ups.
 
-gloo's loop wakes for nearly every packet; beside a training that uses all cores, that costs more than the bytes.
+gloo's threads wake up for nearly every packet. While training uses all cores, that costs more than the bytes do.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-BATCH_NBYTES = 1 << 18  # what must have arrived before this process is woken, if so much is still to come
-LOOK_SECONDS = 60.0  # between two looks at a wire on which too little comes to be woken
-HELLO_SECONDS = 5.0  # what a connection has to say who it is, before it is taken for a stranger
+BATCH_NBYTES = 1 << 18  # must have arrived before this process is woken up, if so much is still to come
+LOOK_SECONDS = 60.0  # between two reads of a wire on which less than that arrives
+HELLO_SECONDS = 5.0  # within which a new connection must identify itself, else it is closed
 BACKLOG = 64
-_SIOCGIFADDR = 0x8915  # Linux's number for "the address of this interface"
-_HELLO = struct.Struct("!32sI")  # the listener's token, and the caller's rank
+_SIOCGIFADDR = 0x8915  # Linux's ioctl for the address of an interface
+_HELLO = struct.Struct("!32sI")  # the token of the rank that listens, and the rank that connects
 
 
 class WireError(RuntimeError):
-    """The other end is gone, or nothing comes from it."""
+    """The other end is gone, or nothing arrives from it."""
 
 
 class Wire:
-    """One connection. For one thread at a time; `timeout` is how long nothing at all may move, in seconds."""
+    """One TCP connection. For one thread at a time.
+
+    Args:
+        connection: its socket.
+        timeout: seconds for which `sendrecv` may send and receive nothing at all.
+    """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         connection.setblocking(False)
@@ -39,16 +44,16 @@ class Wire:
         self._poll = select.poll()
         self._low_water = 1
 
-    def swap(self, outgoing: Tensor, incoming: Tensor) -> None:
-        """Send `outgoing` while `incoming` is filled by what the other end sends. Both contiguous, in main memory."""
+    def sendrecv(self, outgoing: Tensor, incoming: Tensor) -> None:
+        """Sends `outgoing`, and fills `incoming` with what the other end sends. Both are contiguous, in main memory."""
         unsent, missing = bytes_of(outgoing), bytes_of(incoming)
         moved_at = time.monotonic()
         while unsent or missing:
             if missing:
-                self.wake_at(min(len(missing), BATCH_NBYTES))
+                self.set_low_water(min(len(missing), BATCH_NBYTES))
             self._poll.register(self._socket, (select.POLLOUT if unsent else 0) | (select.POLLIN if missing else 0))
             self._poll.poll(1000 * min(max(0.0, moved_at + self._timeout - time.monotonic()), LOOK_SECONDS))
-            # Woken or not, look: what comes drop by drop reaches no low-water mark, but it is a sign of life.
+            # Read also when the poll timed out: a trickle never reaches the low-water mark, but is a sign of life.
             sent, received = self.send(unsent), self.receive(missing)
             unsent, missing = unsent[sent:], missing[received:]
             if sent or received:
@@ -57,24 +62,24 @@ class Wire:
                 raise WireError(f"nothing moved for {self._timeout:g} s")
 
     def close(self) -> None:
-        """The other end notices at once."""
+        """Closes the connection, which the other end notices at once."""
         self._socket.close()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def make_room(self, nbytes: int) -> None:
-        """For so much to be sent at once."""
+    def set_send_buffer(self, nbytes: int) -> None:
+        """Sets how many bytes the kernel shall take at once."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
-    def wake_at(self, nbytes: int) -> None:
-        """How much must have arrived before this is worth reading."""
+    def set_low_water(self, nbytes: int) -> None:
+        """Sets how many bytes must have arrived before a poll returns."""
         if nbytes != self._low_water:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._low_water = nbytes
 
     def send(self, *unsent: memoryview) -> int:
-        """As much as the kernel takes now: so many bytes."""
+        """Sends as many bytes as the kernel takes now, and returns how many."""
         if not any(unsent):
             return 0
         try:
@@ -85,7 +90,7 @@ class Wire:
             raise WireError(str(error)) from error
 
     def receive(self, *missing: memoryview) -> int:
-        """As much as has arrived."""
+        """Receives the bytes that have arrived, and returns how many."""
         if not any(missing):
             return 0
         try:
@@ -99,9 +104,11 @@ class Wire:
         return nbytes
 
 
-class Switchboard:
-    """Where a worker's wires end: of two workers the lower rank listens and the higher one calls, each when it needs
-    the wire. The store says where to call, and a token that only the workers of this job know."""
+class Connector:
+    """Makes wires to other ranks. Of two ranks the lower one listens and the higher one connects.
+
+    The store holds each rank's address, and a token that only the workers of this job can read.
+    """
 
     def __init__(self, store: Store, rank: int, timeout: float) -> None:
         self._store, self._rank, self._timeout = store, rank, timeout
@@ -109,22 +116,27 @@ class Switchboard:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self._token = secrets.token_hex(16)
-        self._early: dict[int, Wire] = {}  # who has called, but is not waited for yet
+        self._accepted: dict[int, Wire] = {}  # from ranks that have connected before this rank asked for them
         store.set(_key(rank), f"{address} {self._listener.getsockname()[1]} {self._token}")
 
     def connect(self, peer: int) -> Wire:
-        """A new wire to this peer, which does the same. Raises a WireError."""
+        """Returns a new wire to the peer, which calls this too.
+
+        Raises:
+            WireError: there is none within the time-out.
+        """
         try:
-            return self._call(peer) if peer < self._rank else self._answer(peer)
+            return self._connect(peer) if peer < self._rank else self._accept(peer)
         except OSError as error:
             raise WireError(str(error)) from error
 
     def close(self) -> None:
+        """Stops listening. Wires that were returned stay open."""
         self._listener.close()
-        for wire in self._early.values():
+        for wire in self._accepted.values():
             wire.close()
 
-    def _call(self, peer: int) -> Wire:
+    def _connect(self, peer: int) -> Wire:
         address, port, token = self._store.get(_key(peer)).decode().split()
         connection = socket.create_connection((address, int(port)), self._timeout)
         try:
@@ -134,35 +146,39 @@ class Switchboard:
             raise
         return Wire(connection, self._timeout)
 
-    def _answer(self, peer: int) -> Wire:
+    def _accept(self, peer: int) -> Wire:
         deadline = time.monotonic() + self._timeout
-        while peer not in self._early:
+        while peer not in self._accepted:
             self._listener.settimeout(max(1e-3, deadline - time.monotonic()))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise WireError(f"it did not call within {self._timeout:g} s") from None
-            caller = self._who_is(connection)
-            if caller is None:
+                raise WireError(f"it did not connect within {self._timeout:g} s") from None
+            rank = self._identify(connection)
+            if rank is None:
                 connection.close()
             else:
-                self._early[caller] = Wire(connection, self._timeout)
-        return self._early.pop(peer)
+                self._accepted[rank] = Wire(connection, self._timeout)
+        return self._accepted.pop(peer)
 
-    def _who_is(self, connection: socket.socket) -> int | None:
+    def _identify(self, connection: socket.socket) -> int | None:
+        """Returns the rank at the other end, or None if it does not know the token."""
         connection.settimeout(HELLO_SECONDS)
         try:
-            said = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
         except OSError:
             return None
-        if len(said) < _HELLO.size:
+        if len(hello) < _HELLO.size:
             return None
-        token, rank = _HELLO.unpack(said)
+        token, rank = _HELLO.unpack(hello)
         return int(rank) if secrets.compare_digest(token, self._token.encode()) else None
 
 
 def own_address(store: Store) -> str:
-    """Where others reach this process: on the interface that gloo was told to use, else as it reaches the store."""
+    """Returns the address at which others reach this process.
+
+    That is the address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to the store.
+    """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if interfaces:
         return _address_of(interfaces[0])
@@ -171,12 +187,12 @@ def own_address(store: Store) -> str:
     host, port = (store.host, store.port) if isinstance(store, TCPStore) else (socket.gethostname(), 9)
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing: it only chooses the way
+        probe.connect(target)  # sends nothing: it only chooses the route
         return str(probe.getsockname()[0])
 
 
 def _address_of(interface: str) -> str:
-    import fcntl  # not on every system
+    import fcntl  # Windows has none
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -193,4 +209,9 @@ def _key(rank: int) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor on the CPU.
+
+    >>> list(bytes_of(torch.tensor([1, 2], dtype=torch.int16)))
+    [1, 0, 2, 0]
+    """
     return tensor.reshape(-1).view(torch.uint8).numpy().data

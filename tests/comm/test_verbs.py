@@ -1,4 +1,4 @@
-"""Each verb over real processes: its result, its bytes, its untouched input, its errors."""
+"""Tests each verb over real processes: its result, its bytes, its unmodified input, its errors."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def everything() -> dict[str, Any]:
         "mean": c.mean(x),
         "all_gather": c.all_gather(x),
         "broadcast": c.broadcast(x, root=1),
+        "broadcast_async": c.broadcast_async(x, root=1).wait(),
         "all_to_all": c.all_to_all(chunks),
         "exchange": c.exchange(x, c.rank ^ 1) if c.rank < 2 else None,
         "strided": c.mean(x.t()),
@@ -57,6 +58,7 @@ def test_every_verb() -> None:
         assert r["empty"].shape == (0,)
         assert torch.equal(torch.stack(r["all_gather"]), torch.stack([base, base + 10, base + 20]))
         assert torch.equal(r["broadcast"], base + 10)
+        assert torch.equal(r["broadcast_async"], base + 10)
         assert [chunk.tolist() for chunk in r["all_to_all"]] == [[10 * sender + i] * (i + 1) for sender in range(3)]
         if i < 2:
             assert torch.equal(r["exchange"], base + 10 * (1 - i))
@@ -64,15 +66,15 @@ def test_every_verb() -> None:
         assert r["seconds"] > 0
         assert r["nbytes"] | {"foreground.exchange": 24} == {
             "foreground.mean": 2 * round(2 * 2 / 3 * 24),
-            "background.mean_async": round(2 * 2 / 3 * 24),
+            "background.mean": round(2 * 2 / 3 * 24),
             "foreground.all_gather": 2 * 24,
-            "foreground.broadcast": {1: 2 * 24, 2: 0, 0: 0}[i],
+            "foreground.broadcast": 2 * {1: 2 * 24, 2: 0, 0: 0}[i],
             "foreground.all_to_all": 6 - (i + 1),
             "foreground.exchange": 24,
         }
 
 
-def test_a_world_of_one_gives_the_same_verbs() -> None:
+def test_one_worker_alone_has_the_same_verbs() -> None:
     c = Solo()
     x = torch.randn(4)
     for result in (c.mean(x), c.mean_async(x).wait(), c.broadcast(x), c.all_gather(x)[0], c.all_to_all([x])[0]):
@@ -81,11 +83,11 @@ def test_a_world_of_one_gives_the_same_verbs() -> None:
     assert c.mean(x, out=x) is x
     assert c.meet("anything", {"a": 1}) == [{"a": 1}]
     assert c.meter.total.nbytes() == 0
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(FloatingPointError, match="mean at step 0: NaN or infinity on rank 0"):
         c.mean(torch.tensor([1.0, float("inf")]))
 
 
-def test_what_is_sent_may_be_overwritten_at_once() -> None:
+def test_the_input_of_an_asynchronous_mean_may_be_overwritten_at_once() -> None:
     def run() -> Tensor:
         c = comm()
         x = torch.ones(1_000_000) * c.rank
@@ -96,8 +98,36 @@ def test_what_is_sent_may_be_overwritten_at_once() -> None:
     assert [result.tolist() for result in laconic.spawn(run, 2)] == [[0.5, 0.5]] * 2
 
 
+def test_asynchronous_verbs_write_to_out() -> None:
+    def run() -> bool:
+        c = comm()
+        x, out = torch.ones(1_000_000) * c.rank, torch.empty(3)
+        in_place, broadcast = c.mean_async(x, out=x), c.broadcast_async(torch.ones(3) * c.rank, root=1, out=out)
+        assert in_place.wait() is x
+        assert broadcast.wait() is out
+        return bool((x == 0.5).all() and (out == 1).all())
+
+    assert laconic.spawn(run, 2) == [True, True]
+
+
+@pytest.mark.parametrize("numel", [1, 2, 5, 16_384, 16_385])
+def test_the_mean_and_its_bytes_do_not_depend_on_how_it_is_sent(numel: int) -> None:
+    """Up to 64 KiB a blocking mean bypasses gloo's ring."""
+
+    def run() -> tuple[bool, int, int]:
+        c = comm()
+        x = torch.randint(-99, 99, (numel,), generator=torch.Generator().manual_seed(c.rank)).float()
+        blocking = c.mean(x)
+        nbytes = c.meter.total.nbytes()
+        asynchronous = c.mean_async(x).wait()
+        assert torch.equal(torch.stack(c.all_gather(blocking)), blocking.expand(c.size, -1)), "the same on all ranks"
+        return torch.allclose(blocking, asynchronous), nbytes, c.meter.total.calls("foreground", "mean")
+
+    assert laconic.spawn(run, 3) == [(True, round(2 * 2 / 3 * 4 * numel), 2)] * 3
+
+
 def test_channels_do_not_mix() -> None:
-    """The two ranks start their means in opposite order, each on a channel of its own."""
+    """The two ranks start two means in opposite order, each mean on its own channel."""
 
     def run() -> list[float]:
         c = comm()
@@ -131,17 +161,11 @@ def test_a_sum_that_overflows_is_named() -> None:
             return str(error)
         return ""
 
-    assert (
-        laconic.spawn(run, 2)
-        == [
-            "mean at step 0: NaN or infinity in the sum, though finite on every rank",
-        ]
-        * 2
-    )
+    assert laconic.spawn(run, 2) == ["mean at step 0: NaN or infinity in the sum, though finite on every rank"] * 2
 
 
 def test_large_finite_values_are_no_error() -> None:
-    """The quick look sums the vector, which overflows here though every entry and the mean are finite."""
+    """The first check sums the vector, which overflows here though every entry and the mean are finite."""
     assert torch.equal(Solo().mean(torch.full((4,), 3e38)), torch.full((4,), 3e38))
 
 
@@ -188,11 +212,11 @@ def test_an_exchange_that_gets_no_answer_names_the_peer() -> None:
     assert "no sign of life from rank 1" in text
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_gather_that_one_does_not_come_to_names_it(beside: bool) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_an_all_gather_names_the_rank_that_does_not_take_part(background: bool) -> None:
     def run() -> str:
         c = comm(timeout=4.0)
-        c = c.channel() if beside else c
+        c = c.channel() if background else c
         if rank() == 1:
             return ""
         try:
@@ -205,7 +229,7 @@ def test_a_gather_that_one_does_not_come_to_names_it(beside: bool) -> None:
     assert "all_gather at step 0 failed, no sign of life from rank 1" in text
 
 
-def test_meetings_bring_notes_and_forget_old_ones() -> None:
+def test_meetings_return_the_notes_and_delete_old_ones() -> None:
     def run() -> list[Any]:
         c = comm()
         for _ in range(5):
@@ -216,7 +240,7 @@ def test_meetings_bring_notes_and_forget_old_ones() -> None:
 
 
 def test_an_exchange_with_a_peer_that_comes_late() -> None:
-    """Waiting is cut in slices of a second, and gloo breaks a connection on which a wait times out."""
+    """Waits time out every second to check the store, and gloo breaks a connection when a wait on it times out."""
 
     def run() -> float:
         model = torch.nn.Linear(3, 1)

@@ -1,4 +1,4 @@
-"""Verbs that return at once: several on their way, uneven lengths, exact bytes."""
+"""Tests asynchronous verbs: several in flight, uneven lengths, exact bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.comm import Comm, Meter, Solo
-from laconic.comm.distributed import DistributedComm
+from laconic.comm import Comm, Solo
 from laconic.comm.register import Register
+from laconic.comm.work import wait_for
 
 
 def in_a_worker(fn: Any) -> Any:
-    """fn(comm), on a world of workers that have nothing else to do."""
+    """Returns a function that calls fn(comm) in a worker that has nothing else to do."""
 
     def run() -> Any:
         model = nn.Linear(1, 1)
@@ -27,20 +27,20 @@ def in_a_worker(fn: Any) -> Any:
     return run
 
 
-def test_several_are_on_their_way_and_inputs_may_be_overwritten() -> None:
+def test_several_may_be_in_flight_and_inputs_may_be_overwritten() -> None:
     def run(comm: Comm) -> tuple[list[Tensor], list[Tensor], Tensor, int]:
         mine = torch.full((2,), float(comm.rank))
         before = comm.meter.total.nbytes("foreground")
-        swapped = comm.all_to_all_async([mine + 10 * j for j in range(comm.size)])
+        exchanged = comm.all_to_all_async([mine + 10 * j for j in range(comm.size)])
         gathered = comm.all_gather_async(mine)
         mean = comm.mean_async(mine)
         mine.fill_(torch.nan)
         first, again = gathered.wait(), gathered.wait()
         assert first is again
-        return swapped.wait(), first, mean.wait(), comm.meter.total.nbytes("foreground") - before
+        return exchanged.wait(), first, mean.wait(), comm.meter.total.nbytes("foreground") - before
 
-    for rank, (swapped, gathered, mean, nbytes) in enumerate(laconic.spawn(in_a_worker(run), 3)):
-        assert [chunk.tolist() for chunk in swapped] == [[i + 10.0 * rank] * 2 for i in range(3)]
+    for rank, (exchanged, gathered, mean, nbytes) in enumerate(laconic.spawn(in_a_worker(run), 3)):
+        assert [chunk.tolist() for chunk in exchanged] == [[i + 10.0 * rank] * 2 for i in range(3)]
         assert [x.tolist() for x in gathered] == [[float(i)] * 2 for i in range(3)]
         assert mean.tolist() == [1.0, 1.0]
         assert nbytes == 16 + 16 + round(2 * 2 / 3 * 8)
@@ -67,7 +67,7 @@ def test_all_to_all_of_uneven_lengths_is_a_gather_and_a_scatter() -> None:
         assert nbytes == [1, 4, 3][rank]
 
 
-def test_all_to_all_into_fills_the_buffer_it_is_given() -> None:
+def test_all_to_all_into_fills_the_given_buffer() -> None:
     """Rank r sends r + 1 entries to rank 0 and j entries to each other rank j."""
 
     def run(comm: Comm) -> tuple[list[int], int]:
@@ -106,7 +106,7 @@ def test_a_buffer_with_gaps_raises() -> None:
         Solo().all_to_all_into_async(torch.zeros(3), torch.zeros(6)[::2], received_lengths=[3], sent_lengths=[3])
 
 
-def test_a_rank_that_never_comes_is_named_by_who_waits() -> None:
+def test_a_rank_that_fails_is_named() -> None:
     def run(comm: Comm) -> None:
         pending = comm.all_gather_async(torch.zeros(3)) if comm.rank == 0 else None
         if pending is None:
@@ -118,37 +118,35 @@ def test_a_rank_that_never_comes_is_named_by_who_waits() -> None:
     assert caught.value.rank == 1
 
 
-class EndsJustAfterASlice:
-    """A message whose wait times out, and which has arrived by the time one looks."""
+class CompletesAfterATimeOut:
+    """A work whose first wait times out, and which is completed right afterwards, with or without an error."""
 
     def __init__(self, error: str) -> None:
-        self._error, self._ended = error, False
+        self._error, self._completed = error, False
 
-    def wait(self, timeout: timedelta) -> None:
-        if not self._ended:
-            self._ended = True
+    def wait(self, timeout: timedelta, /) -> None:
+        if not self._completed:
+            self._completed = True
             raise RuntimeError("Operation timed out!")
         if self._error:
             raise RuntimeError(self._error)
 
     def is_completed(self) -> bool:
-        return self._ended
+        return self._completed
 
 
-def test_a_message_that_arrives_just_after_a_slice_of_waiting_is_no_failure() -> None:
-    comm = object.__new__(DistributedComm)
+def test_a_work_that_completes_just_after_a_wait_timed_out_is_no_failure() -> None:
     failures = []
 
     def roll_call(doing: str, why: str) -> RuntimeError:
         failures.append(why)
         return RuntimeError(why)
 
-    comm._register = cast(Register, SimpleNamespace(members=[0, 1], timeout=60.0, roll_call=roll_call))
-    comm.meter, comm._name, comm._course = Meter(), "foreground", "foreground-0"
-    comm._wait("mean", cast(Any, EndsJustAfterASlice("")), None, 0)
+    register = cast(Register, SimpleNamespace(timeout=60.0, roll_call=roll_call))
+    wait_for(CompletesAfterATimeOut(""), register, "mean", {}, 1)
     assert failures == []
     with pytest.raises(RuntimeError, match="reset by peer"):
-        comm._wait("mean", cast(Any, EndsJustAfterASlice("Connection reset by peer")), None, 0)
+        wait_for(CompletesAfterATimeOut("Connection reset by peer"), register, "mean", {}, 1)
     assert failures == ["Connection reset by peer"]
 
 
@@ -156,12 +154,12 @@ def test_a_message_that_arrives_just_after_a_slice_of_waiting_is_no_failure() ->
     ("chunks", "lengths", "message"),
     [(2, None, "one chunk for each of 1 ranks, not 2"), (1, [3, 3], "not 2"), (1, [4], "length 3 .* not 4")],
 )
-def test_what_does_not_fit_raises(chunks: int, lengths: list[int] | None, message: str) -> None:
+def test_chunks_that_do_not_fit_raise(chunks: int, lengths: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Solo().all_to_all([torch.zeros(3)] * chunks, lengths=lengths)
 
 
-def test_alone_every_verb_is_the_identity() -> None:
+def test_with_one_worker_every_verb_is_the_identity() -> None:
     comm, x = Solo(), torch.arange(3.0)
     for result in (comm.all_to_all_async([x], lengths=[3]).wait(), comm.all_gather_async(x).wait()):
         assert len(result) == 1

@@ -154,5 +154,5 @@ def test_a_graph_that_falls_apart_raises_on_the_smaller_side() -> None:
     results = outcomes(lambda: live(accident, path, timeout=5), 4)
     check_survivors(results, [2, 3], lost=1)
     assert "without rank 1" in results[0]["error"]
-    assert "the graph falls apart, and the workers [0] have no way to [2, 3], which go on" in results[0]["error"]
+    assert "the graph is disconnected, and the workers [0] have no path to [2, 3], which go on" in results[0]["error"]
     assert any(text.startswith("rank 0 was dropped") for text in results[3]["warnings"])
