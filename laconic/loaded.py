@@ -10,9 +10,8 @@ import torch
 from laconic.compress.feedback import encode_with_feedback
 from laconic.compress.quantizers import Uniform
 from laconic.compress.spec import NAMES
-from laconic.methods import common, windows
 from laconic.methods.averaging import anchor
-from laconic.methods.carried import Codes
+from laconic.methods.divisible import stretch
 
 _x = torch.linspace(-1, 1, 1 << 16)  # as large as the anchor wants for its kernels
 for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=True)]:
@@ -25,14 +24,8 @@ for _compressor in [*(_kind() for _kind in NAMES.values()), Uniform(stochastic=T
 _anchor, _ = anchor.make_anchor(_x)
 anchor.squared_distance(_x, _anchor)
 anchor.move_anchor(_x, _anchor)
-if _kernels := common.find_kernels(_x):
-    _vectors = _kernels.arrays_of(windows.Vectors(*(_x.square() for _ in windows.Vectors._fields)))
-    _window = windows.Window.of({}, [windows.Step(1e-3, 0.9, 0.999, 1e-8, 0.0)], 0, [0.0])
-    _runs = [windows.Run(slice(0, _x.numel()), 0.5, 0.0)]
-    _cuts = [windows.Cut(slice(0, _x.numel()), _window, _window)]
-    _gain = _kernels.gain(_vectors, _runs)
-    _kernels.make_up(_vectors, _gain, _gain, _cuts, None, False, False)
-    _uniform = Uniform(4)
-    _least, _code = windows.least_units(_x), torch.empty(_uniform.nbytes(_x.numel()), dtype=torch.uint8)
-    _kernels.encode(_vectors, _runs, _uniform, 0, _least, _code)
-    _kernels.settle(_vectors, Codes(_uniform, [_code], [1.0], 0, 0), _cuts, _least, False, False)
+if _kernels := stretch._find_kernels(_x):
+    _factors = stretch.Factors.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, 1, 1, 2)
+    _vectors = [_x.square().numpy() for _ in range(4)]
+    _kernels.refresh(*_vectors[:3], *_factors)
+    _kernels.stretch(*_vectors, *_factors)

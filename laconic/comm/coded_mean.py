@@ -70,8 +70,8 @@ class Transfer:
     """A vector in flight: what this rank has sent, and the messages it waits for."""
 
     step: int
-    sent: Tensor  # this rank's quantized vector, uint8
-    pending: Pending[list[Tensor]]
+    sent: Tensor  # this rank's quantized vector, uint8 (fp32 where nothing is quantized)
+    pending: Pending[Any]  # a message from each rank (the average itself where nothing is quantized)
     sent_at: int  # the training step, for error messages
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,6 +120,7 @@ class CodedMean:
         name: str = "vector",
     ) -> None:
         answer_compressor = answer_compressor or compressor
+        self.compressor: Compressor | None = compressor
         self.parts = [part for part in parts if part.numel]
         self.workers = list(range(comm.size)) if workers is None else list(workers)
         self.residual, self.owner_residual = residual, owner_residual
@@ -201,9 +202,9 @@ class CodedMean:
         self.answer(transfer)
         return self.receive(transfer, out)
 
-    def restore(self, saved: dict[str, Any]) -> Transfer:
+    def restore(self, saved: dict[str, Any], device: torch.device | None = None) -> Transfer:
         """Returns the transfer that `Transfer.state_dict` has saved; it continues with the verb that came next."""
-        return Transfer(saved["step"], saved["sent"], Arrived(saved["arrived"]), saved["sent_at"])
+        return _restore(saved, device)
 
     def _raise_not_finite(self, transfer: Transfer) -> NoReturn:
         """Raises on all ranks: owners mark their answer too, so every rank notices and comes here."""
@@ -251,6 +252,38 @@ class GatheredMean(CodedMean):
         if average is None:
             self._raise_not_finite(transfer)
         return average if out is None else out.copy_(average)
+
+
+class PlainMean:
+    """Averages vectors in fp32, by one all-reduce, with the verbs of `CodedMean`."""
+
+    hops = 1
+    compressor: Compressor | None = None
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def send(self, vector: Tensor, *, step: int) -> Transfer:
+        return Transfer(step, vector, self._comm.mean_async(vector), self._comm.meter.step)
+
+    def answer(self, transfer: Transfer) -> None:
+        """Does nothing: there is no second hop."""
+
+    def receive(self, transfer: Transfer) -> Tensor:
+        average: Tensor = transfer.pending.wait()
+        return average
+
+    def own(self, transfer: Transfer) -> Tensor:
+        return transfer.sent
+
+    def restore(self, saved: dict[str, Any], device: torch.device | None = None) -> Transfer:
+        return _restore(saved, device)
+
+
+def _restore(saved: dict[str, Any], device: torch.device | None) -> Transfer:
+    arrived = saved["arrived"]  # one tensor, or one from each rank
+    arrived = [one.to(device) for one in arrived] if isinstance(arrived, list) else arrived.to(device)
+    return Transfer(saved["step"], saved["sent"].to(device), Arrived(arrived), saved["sent_at"])
 
 
 class _Coder:

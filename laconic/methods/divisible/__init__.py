@@ -53,8 +53,8 @@ class Divisible(Method):
        1/period of all entries is quantized and sent; nobody waits for it. Averages are applied in a fixed step, never
        "when they arrive", so all workers do the same.
 
-    To apply an average ē is x̂ += ē, x += ē − (what this worker sent). What quantization leaves out stays in e and is sent
-    later (error feedback), so that mean(x) = x₀ + Σ mean(local steps) holds at every step, whatever the quantizer.
+    Applying an average ē means x̂ += ē and x += ē − (what this worker sent). What quantization leaves out stays in e and
+    is sent later (error feedback). So mean(x) = x₀ + Σ mean(local steps) holds at every step, whatever the quantizer.
 
     Args:
         ratio: R; the foreground message has ⌈d/R⌉ entries. It hardly changes the result (docs).
@@ -66,8 +66,8 @@ class Divisible(Method):
             gradients (SCAFFOLD). For non-iid data; doubles the bytes of the background.
         max_period: the longest period that "auto" may choose. On a link too slow for that, steps wait.
         delay: steps from sending a background message to applying it.
-        hops: 1: quantized messages go from all to all; 2: through owners, fewer bytes from three workers on. None: 1 for
-            up to four workers, else 2.
+        hops: 1: quantized messages go from all to all; 2: through owners, with fewer bytes from three workers on.
+            None: 1 for up to four workers, else 2.
 
     Bytes per step and worker: foreground (n−1)·code₈(⌈d/R⌉) with one hop, else 2(n−1)/n · 4⌈d/R⌉; background, one hop,
     (n−1)·code(d)/H, two hops 2(n−1)/n · code(d)/H, in fp32 2(n−1)/n · 4d/H.
@@ -202,13 +202,17 @@ class Divisible(Method):
         if any(overlap(block, flight.piece) for flight in self._flights):
             return None  # the background is about to average these entries
         quantized = self._hops == 1 and self.background is not None
-        mean = GatheredMean(worker.comm, block, FOREGROUND, name="foreground") if quantized else PlainMean(worker.comm)
+        mean = (
+            GatheredMean(worker.comm, block.start, block.stop, FOREGROUND, name="move")
+            if quantized
+            else PlainMean(worker.comm)
+        )
         transfer = mean.send(self._unsent(worker, block), step=worker.step)
         return Flight(block, worker.step, [mean], [transfer])
 
     def _finish_foreground(self, worker: Replica, flight: Flight | None) -> None:
         if flight is not None:
-            (average, own), = flight.receive()
+            ((average, own),) = flight.receive()
             self._apply(worker, flight.piece, average, own)
 
     def _send(self, worker: Replica, piece: slice) -> None:
@@ -226,7 +230,7 @@ class Divisible(Method):
         if code is None:
             return PlainMean(self._channel)
         if self._hops == 1:
-            return GatheredMean(self._channel, piece, code, name=name)
+            return GatheredMean(self._channel, piece.start, piece.stop, code, name=name)
         parts = split(piece.start, piece.stop, range(self._channel.size), unit=block_of(code))
         mine = parts[self._channel.rank]
         residual = self.owner_residual[mine.start : mine.stop] if is_move and self.owner_residual is not None else None

@@ -37,10 +37,12 @@ class SettingsCheck:
         if len({int(checksum) for checksum in pending.wait()}) == 1:
             return
         notes = worker.comm.meet("optimizer settings that differ", settings)
-        found = "; ".join(f"rank {rank}: {', '.join(note)}" for rank, note in zip(worker.comm.members, notes))
+        found = "; ".join(
+            f"rank {rank}: {', '.join(note)}" for rank, note in zip(worker.comm.members, notes, strict=True)
+        )
         raise ValueError(
-            f"all ranks must step with the same optimizer settings, and at step {step} they differ: {found}. Give every "
-            f"rank the same learning rates and the same schedule"
+            f"all ranks must step with the same optimizer settings, and at step {step} they differ: {found}. Give "
+            f"every rank the same learning rates and the same schedule"
         )
 
 

@@ -1,11 +1,11 @@
 """Stretches each worker's Adam step to the length that Adam would give it on the mean gradient of all workers.
 
 Adam divides by √v. The gradient of one worker is noisier than the mean gradient of n workers, so its second moment V is
-larger than the second moment v of the mean gradient, and plain local steps are too short: up to √n times, by an amount
-that differs between coordinates, which no learning rate can make up for. Of V, let a share κ (the coherence) be common to
-all workers, and the rest be noise that is independent between workers. A mean of n gradients divides only the noise by n:
+larger than the second moment v of the mean gradient, and plain local steps are too short: by up to √n, and by an amount
+that differs between coordinates, so no learning rate compensates for it. Let a share κ of V (the coherence) be common to
+all workers, and the rest noise that is independent between workers. A mean of n gradients divides the noise by n:
 
-    v = V·(κ + (1 − κ)/n)        so the step is multiplied by   ρ = √(V/v) = 1/√(1 − (1 − 1/n)(1 − κ)),   1 ≤ ρ ≤ √n
+    v = V·(κ + (1 − κ)/n)      so the step is multiplied by      ρ = √(V/v) = 1/√(1 − (1 − 1/n)(1 − κ)),   1 ≤ ρ ≤ √n
 
 A worker estimates κ alone: m averages about (1+β₁)/(1−β₁) gradients, in which independent noise nearly cancels. The
 running mean of m̂²/V̂ is therefore κ + κ₀(1 − κ) with κ₀ = (1−β₁)/(1+β₁), what noise leaves in m.
