@@ -20,7 +20,7 @@ from divisible import keep
 from torch import nn
 
 from laconic.bench.run import Plan, run
-from laconic.bench.ways import ask
+from laconic.bench.strategies import parse_contender
 from laconic.tasks.fashion import Fashion
 from laconic.tasks.vision import mlp
 
@@ -38,7 +38,9 @@ class SmallFashion(Fashion):
 
 def accuracy(way: str, task: SmallFashion, steps: int, seeds: int) -> str:
     """In percent."""
-    records = [keep(run(ask(way), Plan(task, 4, steps, seed, evaluations=1)), None) for seed in range(seeds)]
+    records = [
+        keep(run(parse_contender(way), Plan(task, 4, steps, seed, evaluations=1)), None) for seed in range(seeds)
+    ]
     return f"{100 * statistics.fmean(record.points[-1].values['accuracy'] for record in records):.2f}"
 
 
