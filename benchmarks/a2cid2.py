@@ -35,7 +35,7 @@ from torch import nn
 import laconic
 from laconic import topology
 from laconic.bench.run import Plan, run
-from laconic.bench.ways import Asked, Joined, Reading, ask
+from laconic.bench.strategies import Contender, Reading, Session, parse_contender
 from laconic.comm.wire import Connector, WireError
 from laconic.tasks import Task
 from laconic.tasks.fashion import Fashion
@@ -137,13 +137,13 @@ class Traffic:
     """Workers that do not train together, while plain sockets carry as many bytes as the link takes beside them: what
     the network itself costs on a machine where the same cores compute, emulate the network and run its TCP."""
 
-    is_peer, averages = True, True
+    is_baseline, averages = True, True
 
     def settings(self) -> dict[str, Any]:
         return {}
 
     @contextmanager
-    def join(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Joined]:
+    def join(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
         store = dist.PrefixStore("traffic", dist.distributed_c10d._get_default_store().clone())
@@ -158,18 +158,18 @@ class Traffic:
 
         done, thread = threading.Event(), threading.Thread(target=carry, daemon=True)
         thread.start()
-        yield Joined(model, optimizer, lambda: Reading({}, None, None, {}))
+        yield Session(model, optimizer, lambda: Reading({}, None, None, {}))
         done.set()
         thread.join()
         wire.close()
 
 
 WAITING = {
-    "none": ask("none"),
-    "bare traffic": Asked("bare traffic", "traffic", Traffic()),
-    "a2cid2": ask("a2cid2"),
-    "a2cid2, no momentum": ask("a2cid2+momentum=false"),
-    "ddp": ask("ddp"),
+    "none": parse_contender("none"),
+    "bare traffic": Contender("bare traffic", "traffic", Traffic()),
+    "a2cid2": parse_contender("a2cid2"),
+    "a2cid2, no momentum": parse_contender("a2cid2+momentum=false"),
+    "ddp": parse_contender("ddp"),
 }
 
 
@@ -178,19 +178,21 @@ def waiting(task: Task, steps: int, seeds: range, **_: Any) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for seed in seeds:
         took: dict[str, float] = {}
-        for name, asked in WAITING.items():
+        for name, contender in WAITING.items():
             number = min(steps, 20) if name == "ddp" else steps
-            record = run(asked, Plan(task, workers=4, steps=number, seed=seed, link="100mbit", evaluations=1))
-            if record.split is None:
+            record = run(contender, Plan(task, workers=4, steps=number, seed=seed, link="100mbit", evaluations=1))
+            if record.step_time is None:
                 raise RuntimeError(record.reason)
-            split = record.split
-            took[name] = split.step
-            waited = "" if split.waiting is None else f"{100 * split.waiting / split.step:.2f}"
-            rate = (record.card_nbytes_per_step or 0) / split.step / 1e6
-            made = record.points[-1].method.get("exchanges", 0)
-            ratios = [f"{split.step / took[base]:.2f}" if base in took else "" for base in ("none", "bare traffic")]
+            step_time = record.step_time
+            took[name] = step_time.total
+            waited = "" if step_time.waiting is None else f"{100 * step_time.waiting / step_time.total:.2f}"
+            rate = (record.nic_nbytes_per_step or 0) / step_time.total / 1e6
+            made = record.points[-1].method_metrics.get("exchanges", 0)
+            ratios = [
+                f"{step_time.total / took[base]:.2f}" if base in took else "" for base in ("none", "bare traffic")
+            ]
             print(
-                f"| {name} | {seed} | {1e3 * split.step:.1f} | {' | '.join(ratios)} | {waited} | {rate:.1f} "
+                f"| {name} | {seed} | {1e3 * step_time.total:.1f} | {' | '.join(ratios)} | {waited} | {rate:.1f} "
                 f"| {f'{number / made:.1f}' if made else ''} |",
                 flush=True,
             )

@@ -21,7 +21,7 @@ GREY = "#8b949e"
 
 def main(runs: Path, out: Path) -> None:
     records = RunsFile(runs.parent).read()
-    summaries = [s for s in summarize(records) if s.runs and s.way != "none"]
+    summaries = [s for s in summarize(records) if s.runs and s.method not in ("none", "none_averaged")]
     first = records[0]
     curves = {s.name: points(s) for s in summaries}
     seconds = [x for curve in curves.values() for x, _ in curve]
@@ -47,9 +47,11 @@ def main(runs: Path, out: Path) -> None:
     colours = iter(COLOURS)
     ends: list[tuple[float, str, str]] = []
     for summary in summaries:
-        colour = GREY if summary.is_peer else next(colours)
+        colour = GREY if summary.is_baseline else next(colours)
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curves[summary.name]))
-        parts.append(f'<polyline points="{line}" stroke="{colour}" class="{"peer" if summary.is_peer else "own"}"/>')
+        parts.append(
+            f'<polyline points="{line}" stroke="{colour}" class="{"baseline" if summary.is_baseline else "own"}"/>'
+        )
         x, y = place(*curves[summary.name][-1])
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
         ends.append((x, summary.name, colour))
@@ -60,7 +62,7 @@ def main(runs: Path, out: Path) -> None:
         parts.append(f'<text x="{WIDTH - RIGHT + 40}" y="{y + 4}">{escape(name)}</text>')
     style = (
         "text{font:12px system-ui,sans-serif;fill:#57606a}.title{font-size:14px;font-weight:600}"
-        ".grid{stroke:#8b949e;stroke-opacity:.25}polyline{fill:none}.own{stroke-width:2.5}.peer{stroke-width:1.5}"
+        ".grid{stroke:#8b949e;stroke-opacity:.25}polyline{fill:none}.own{stroke-width:2.5}.baseline{stroke-width:1.5}"
         "line{stroke-width:2.5}.grid{stroke-width:1}@media(prefers-color-scheme:dark){text{fill:#c9d1d9}}"
     )
     out.write_text(

@@ -1,4 +1,4 @@
-"""The command line of laconic: see what there is, train, and compare ways to train on emulated networks."""
+"""Lists methods, trains with one of them, and compares them with baselines on emulated networks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Mistakes in the call end with one line and exit code 2, runs that fail with exit code 1."""
-    # torch complains from C++ that emulated hosts have no names; nothing depends on them.
+    """Runs the command line. Exit code 2 means wrong arguments, exit code 1 a run that failed."""
+    # torch warns from C++ that emulated hosts have no host names. Nothing depends on them.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     command, unknown = tyro.cli(_commands(), prog="laconic", description=__doc__, return_unknown_args=True)
     try:
-        code = command.run(_pairs(unknown))
+        code = command.run(_parse_settings(unknown))
     except (ValueError, FileExistsError, FileNotFoundError) as error:
         code = _fail(str(error), 2)
     except (OSError, RuntimeError) as error:
@@ -40,65 +40,73 @@ def main() -> None:
 def _commands() -> Any:
     kinds = {"methods": Methods, "train": Train, "compare": Compare, "demo": Demo, "data": Data}
     named = [Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items()]
-    return typing.Union[tuple(named)]  # noqa: UP007  a union of what is in a table
+    return typing.Union[tuple(named)]  # noqa: UP007  the members come from a table
 
 
 @dataclass
 class Methods:
-    """Show what there is: methods and peers, with their settings and papers."""
+    """List all methods and baselines, with their settings and papers."""
 
     def run(self, settings: dict[str, str]) -> int:
-        from laconic.bench.peers import PEERS
+        from laconic.bench.baselines import BASELINES
         from laconic.methods import METHODS
 
-        _refuse(settings, self)
-        table = Table(title="methods of laconic, then what PyTorch itself offers", show_lines=True)
-        for header in ("name", "settings", "what it does", "paper"):
+        _reject_settings(settings, self)
+        table = Table(title="methods of laconic, then baselines", show_lines=True)
+        for header in ("name", "settings", "description", "paper"):
             table.add_column(header)
-        kinds: dict[str, type] = {**METHODS, **PEERS}
+        kinds: dict[str, type] = {**METHODS, **BASELINES}
         for name, kind in kinds.items():
             fields = [f for f in dataclasses.fields(kind) if f.init]
             defaults = "\n".join(f"{f.name}={_default(f)}" for f in fields)
-            what = (kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " ").strip()
-            table.add_row(name, defaults, what, getattr(kind, "paper", "") or "–")
+            summary = (kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " ").strip()
+            table.add_row(name, defaults, summary, getattr(kind, "paper", "") or "–")
         _console().print(table)
         return 0
 
 
 @dataclass
-class Shared:
-    """What `train` and `compare` have in common. Other options are the settings of the task: --lr, --partition, …."""
+class CommonOptions:
+    """Options of `train` and `compare`. All other options are settings of the task: --lr, --partition, …"""
 
     task: str = "digits"
-    """what to train: digits, quadratic, fashion, cifar10, shakespeare, translate"""
+    """the task to train: digits, quadratic, fashion, cifar10, shakespeare or translate"""
     workers: int = 4
-    """processes, each on a host of its own where links are emulated"""
+    """the number of worker processes; with an emulated network, each runs on its own host"""
     link: str = "none"
-    """each host's link: a rate such as 100mbit, or one for each host, with commas; none is loopback"""
+    """the emulated link of each host, such as 100mbit, or one link per host, separated by commas; none is loopback"""
     rho: float | None = None
-    """instead of a rate: a full all-reduce takes this many times the computing of a step, which is measured first"""
+    """instead of --link: the ratio of all-reduce time to compute time in one step; compute time is measured first"""
     steps: int | None = None
-    """by default the task's own"""
+    """training steps; by default those of the task"""
     seed: int = 0
+    """the seed of the model and of the data order"""
     evaluations: int = 20
-    """how often the agreed model is judged, off the clock"""
+    """the number of evaluations; their time does not count as training time"""
 
     def plan(self, settings: dict[str, str]) -> Plan:
-        """`settings` are the task's; what it does not know is refused."""
+        """Returns the plan of the runs.
+
+        Args:
+            settings: The settings of the task, as text.
+
+        Raises:
+            ValueError: An option or a setting is not valid.
+        """
         from laconic.bench.compare import rate_for
         from laconic.bench.run import Plan
-        from laconic.bench.ways import MOST_WORKERS
+        from laconic.bench.strategies import MAX_WORKERS
 
-        if not 1 <= self.workers <= MOST_WORKERS:
-            raise ValueError(f"workers must be from 1 to {MOST_WORKERS}, not {self.workers}")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"workers must be from 1 to {MAX_WORKERS}, not {self.workers}")
         if self.rho is not None and self.link != "none":
             raise ValueError(f"give either --link or --rho, not both ({self.link} and {self.rho:g})")
         if self.link != "none":
             from laconic.emulate import parse_links
 
             parse_links(self.link, self.workers)
-        task = _task(self.task, settings, self)
-        task.load(0, self.workers, self.seed)  # a dataset that is missing is said now, in one line
+        task = _build_task(self.task, settings, self)
+        task.load(0, self.workers, self.seed)  # reports a missing dataset now, in one line, instead of in every worker
         command = shlex.join(["laconic", *sys.argv[1:]])
         plan = Plan(
             task,
@@ -116,45 +124,47 @@ class Shared:
 
 
 @dataclass
-class Train(Shared):
-    """Train one task by one method. Settings of the method are options too: laconic train local_sgd --period 4."""
+class Train(CommonOptions):
+    """Train one task with one method. The method's settings are options too: laconic train local_sgd --period 4."""
 
     method: Positional[str] = "allreduce"
+    """a method or baseline; `laconic methods` lists them"""
     out: Path | None = None
-    """where runs.jsonl and the checkpoint go"""
+    """the folder for runs.jsonl and the checkpoint"""
     overwrite: bool = False
+    """delete the results of an earlier run in --out"""
     save_every: int | None = None
-    """steps between two checkpoints; there is always one at the end, where --out is given"""
+    """steps between two checkpoints; with --out, one is always saved at the end"""
     resume: Path | None = None
-    """an --out folder of before: go on from its checkpoint, up to --steps"""
+    """the --out folder of an earlier run: continue from its checkpoint, up to --steps"""
 
     def run(self, settings: dict[str, str]) -> int:
-        from laconic.bench.compare import prepare
+        from laconic.bench.compare import prepare_folder
         from laconic.bench.progress import Display
         from laconic.bench.record import RunsFile
         from laconic.bench.run import run
+        from laconic.bench.strategies import parse_contender, setting_types
         from laconic.bench.table import table
-        from laconic.bench.ways import ask, settings_of
 
-        own = settings_of(self.method)
-        asked = ask(self.method, {key: value for key, value in settings.items() if key in own})
+        of_method = setting_types(self.method)
+        contender = parse_contender(self.method, {key: value for key, value in settings.items() if key in of_method})
         if self.resume is not None and self.out is not None:
-            raise ValueError("give either --out or --resume, not both: a resumed run goes on in its folder")
-        if asked.way.is_peer and self.resume is not None:
-            raise ValueError(f"{asked.name} has no checkpoints: only laconic's methods can be resumed")
-        plan = self.plan({key: value for key, value in settings.items() if key not in own})
+            raise ValueError("give either --out or --resume, not both: a resumed run writes to the --resume folder")
+        if contender.strategy.is_baseline and self.resume is not None:
+            raise ValueError(f"{contender.method} has no checkpoints: only laconic's methods can be resumed")
+        plan = self.plan({key: value for key, value in settings.items() if key not in of_method})
         out = self.resume or self.out
         if self.resume is not None and not (self.resume / "checkpoint").is_dir():
             raise FileNotFoundError(f"{self.resume} has no checkpoint to resume from")
         if self.out is not None:
-            prepare(self.out, self.overwrite)
-        if out is not None and not asked.way.is_peer:
+            prepare_folder(self.out, self.overwrite)
+        if out is not None and not contender.strategy.is_baseline:
             plan = dataclasses.replace(
                 plan, checkpoint=out / "checkpoint", save_every=self.save_every, resume=self.resume is not None
             )
         console = _console()
-        with Display(console)(asked, plan) as progress:
-            record = run(asked, plan, progress)
+        with Display(console)(contender, plan) as progress:
+            record = run(contender, plan, progress)
         if out is not None:
             RunsFile(out).append(record)
         if record.status != "ok":
@@ -166,36 +176,37 @@ class Train(Shared):
 
 
 @dataclass
-class Compare(Shared):
-    """Train one task in several ways, with the same data, seeds and network, and show the differences."""
+class Compare(CommonOptions):
+    """Train one task with several methods and baselines, on the same data, seeds and network, and write a report."""
 
     methods: str = ""
-    """names with commas, each with settings if need be: ddp,powersgd,local_sgd+period=4; by default all there are"""
+    """methods and baselines, separated by commas, with optional settings: ddp,local_sgd+period=4; by default all"""
     seeds: int = 1
-    """how many, counted up from --seed"""
+    """the number of seeds, counted up from --seed"""
     target_accuracy: float | None = None
-    """also show the time to this value of the task's metric"""
+    """a value of the task's metric; tables and report show the time to reach it"""
     out: Path = Path("runs/compare")
-    """where runs.jsonl and index.html go"""
+    """the folder for runs.jsonl and index.html"""
     overwrite: bool = False
+    """delete the results of an earlier comparison in --out"""
 
     def run(self, settings: dict[str, str]) -> int:
-        from laconic.bench.compare import compare, prepare
+        from laconic.bench.compare import compare, prepare_folder
         from laconic.bench.progress import Display
         from laconic.bench.report import write_report
+        from laconic.bench.strategies import parse_contender, strategy_names
         from laconic.bench.table import table
-        from laconic.bench.ways import ask, names
 
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, not {self.seeds}")
-        chosen = [name.strip() for name in self.methods.split(",")] if self.methods else names()
-        asked = [ask(name) for name in chosen]
-        # The run without communication comes first: it tells what computing takes.
-        asked.sort(key=lambda one: one.name != "none")
+        chosen = [name.strip() for name in self.methods.split(",")] if self.methods else strategy_names()
+        contenders = [parse_contender(name) for name in chosen]
+        # `none` comes first: its step time is the compute time, from which the waiting time of baselines follows.
+        contenders.sort(key=lambda contender: contender.method != "none")
         plan = self.plan(settings)
-        prepare(self.out, self.overwrite)
+        prepare_folder(self.out, self.overwrite)
         console = _console()
-        records = compare(asked, plan, self.seeds, self.out, Display(console))
+        records = compare(contenders, plan, self.seeds, self.out, Display(console))
         console.print(table(records, self.target_accuracy))
         write_report(records, self.out / "index.html", self.target_accuracy)
         console.print(f"report: {self.out / 'index.html'}", highlight=False, soft_wrap=True)
@@ -207,52 +218,55 @@ class Compare(Shared):
 
 @dataclass
 class Demo:
-    """A comparison to look at: digits with a model of 1.1 M parameters, 4 hosts, links of 100 Mbit/s."""
+    """Run an example comparison: digits with a model of 1.1 M parameters, 4 emulated hosts, links of 100 Mbit/s."""
 
     out: Path = Path("runs/demo")
+    """the folder for runs.jsonl and index.html"""
     overwrite: bool = False
+    """delete the results of an earlier demo in --out"""
 
     def run(self, settings: dict[str, str]) -> int:
-        from laconic.bench.ways import names
+        from laconic.bench.strategies import strategy_names
         from laconic.emulate import EmulationError, Network, parse_links
 
-        _refuse(settings, self)
+        _reject_settings(settings, self)
         skipped = {"post_local_sgd", "ddp_fp16"}
         link = "100mbit"
         try:
             with Network(parse_links(link, 4)):
                 pass
         except EmulationError as error:
-            _fail(f"{error}; the demo goes on without emulation, so the wire is not what slows it down", 0)
+            _fail(f"{error}; the demo continues on loopback, where communication costs next to nothing", 0)
             link = "none"
-        chosen = ",".join(name for name in names() if name not in skipped)
-        this = Compare(methods=chosen, link=link, steps=45, evaluations=9, target_accuracy=0.9, out=self.out)
-        this.overwrite = self.overwrite
-        return this.run({"model": "wide"})
+        chosen = ",".join(name for name in strategy_names() if name not in skipped)
+        comparison = Compare(methods=chosen, link=link, steps=45, evaluations=9, target_accuracy=0.9, out=self.out)
+        comparison.overwrite = self.overwrite
+        return comparison.run({"model": "wide"})
 
 
 @dataclass
 class Data:
-    """Fetch a dataset, and verify it."""
+    """Download a dataset and verify it."""
 
     name: Positional[str]
+    """cifar10, fashion, shakespeare or translate"""
 
     def run(self, settings: dict[str, str]) -> int:
         from laconic.tasks import fetch
 
-        _refuse(settings, self)
+        _reject_settings(settings, self)
         for path in fetch(self.name):
             print(path)
         return 0
 
 
 def _console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for a table."""
+    """Returns a console as wide as the terminal, or 160 columns wide if the output is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
-def _task(name: str, settings: dict[str, str], command: object) -> Task:
-    from laconic.bench.ways import parse_value
+def _build_task(name: str, settings: dict[str, str], command: object) -> Task:
+    from laconic.bench.strategies import parse_value
     from laconic.names import look_up
     from laconic.tasks import find_task
 
@@ -267,13 +281,13 @@ def _task(name: str, settings: dict[str, str], command: object) -> Task:
     return kind(**values)
 
 
-def _pairs(unknown: list[str]) -> dict[str, str]:
-    """`--key value` and `--key=value` that the command itself does not know."""
+def _parse_settings(unknown: list[str]) -> dict[str, str]:
+    """Parses `--key value` and `--key=value` options that are not options of the command itself."""
     pairs: dict[str, str] = {}
     rest = iter(unknown)
     for word in rest:
         if not word.startswith("--"):
-            sys.exit(f"laconic: {word!r} is neither an option nor the value of one")
+            sys.exit(f"laconic: unexpected argument {word!r}: options are written --name value")
         key, equals, value = word[2:].partition("=")
         if not equals:
             value = next(rest, "--")
@@ -283,7 +297,7 @@ def _pairs(unknown: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _refuse(settings: dict[str, str], command: object) -> None:
+def _reject_settings(settings: dict[str, str], command: object) -> None:
     if settings:
         raise ValueError(f"laconic {type(command).__name__.lower()} has no option --{next(iter(settings))}")
 
@@ -295,5 +309,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _fail(text: str, code: int) -> int:
+    """Prints an error message and returns `code`."""
     print(f"laconic: {text}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""The command line as a user calls it, in this process."""
+"""The command line, called in this process."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def test_compare_writes_runs_and_a_report(
     assert call(monkeypatch, line + " --target-accuracy 0.9") == 0
     records = RunsFile(out).read()
     assert [record.name for record in records] == ["none", "ddp", "local_sgd+period=2"]
-    assert records[1].split is not None
-    assert records[1].split.compute is not None, "the run without communication tells what DDP's computing takes"
+    assert records[1].step_time is not None
+    assert records[1].step_time.compute is not None, "the compute time of DDP follows from the run of `none`"
     assert "<html" in (out / "index.html").read_text()
     text = capsys.readouterr().out
     assert "not reached" in text
     assert call(monkeypatch, line) == 2
     assert "give --overwrite" in capsys.readouterr().err
-    for mistake in ("--link fast", "--task digit", "--lr fast", "--rho -1", "--colour red"):
-        assert call(monkeypatch, f"compare --workers 2 --out {out} --overwrite {mistake}") == 2
-        assert len(RunsFile(out).read()) == 3, "a mistake in the call costs no results"
+    for wrong in ("--link fast", "--task digit", "--lr fast", "--rho -1", "--colour red"):
+        assert call(monkeypatch, f"compare --workers 2 --out {out} --overwrite {wrong}") == 2
+        assert len(RunsFile(out).read()) == 3, "wrong arguments must not delete earlier results"
 
 
 def test_rho_sets_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_rho_sets_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
         rate_for(-1, Plan(Digits(), workers=2, steps=100))
 
 
-def test_a_missing_dataset_is_one_line(
+def test_a_missing_dataset_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LACONIC_DATA", str(tmp_path))
@@ -93,7 +93,7 @@ def test_a_missing_dataset_is_one_line(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("train local_sdg", "no method or peer is called 'local_sdg'; did you mean local_sgd"),
+        ("train local_sdg", "no method or baseline is called 'local_sdg'; did you mean local_sgd"),
         ("train local_sgd --task digit", "digits"),
         ("train local_sgd --period often", "local_sgd.period must be a whole number, not 'often'"),
         ("train local_sgd --worker 4", "is called 'worker'; did you mean workers"),
@@ -105,13 +105,13 @@ def test_a_missing_dataset_is_one_line(
         ("train local_sgd --resume nowhere", "nowhere has no checkpoint to resume from"),
         ("train ddp --resume nowhere", "ddp has no checkpoints"),
         ("train local_sgd --partition pies", "pies"),
-        ("compare --methods ddp,pdd", "no method or peer is called 'pdd'"),
+        ("compare --methods ddp,pdd", "no method or baseline is called 'pdd'"),
         ("compare --seeds 0", "seeds must be at least 1, not 0"),
         ("data mnist", "mnist"),
         ("methods --loud yes", "laconic methods has no option --loud"),
     ],
 )
-def test_mistakes_end_with_one_line(
+def test_wrong_arguments_are_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -25,7 +25,7 @@ import laconic
 from laconic.bench.compare import rate_for
 from laconic.bench.record import Record, RunsFile
 from laconic.bench.run import Plan, run
-from laconic.bench.ways import ask
+from laconic.bench.strategies import parse_contender
 from laconic.comm import Solo
 from laconic.tasks import Task
 from laconic.tasks.cifar10 import Cifar10
@@ -130,7 +130,7 @@ def run_all(names: list[str], plan: Plan, seeds: range, out: Path) -> list[Recor
     file, records = RunsFile(out), []
     for seed in seeds:
         for name in names:
-            record = run(ask(name), dataclasses.replace(plan, seed=seed))
+            record = run(parse_contender(name), dataclasses.replace(plan, seed=seed))
             file.append(record)
             records.append(record)
     return records
@@ -145,10 +145,12 @@ def summary(record: Record) -> dict[str, float]:
         "MB": last.payload_nbytes / 1e6,
         "seconds": record.seconds,
     }
-    if "rounds" in last.method:
-        figures["rounds"] = last.method["rounds"]
-        figures["variance, mean over steps"] = statistics.fmean(point.method["variance"] for point in record.points)
-        figures["variance, mean over rounds"] = last.method["mean_variance"]
+    if "rounds" in last.method_metrics:
+        figures["rounds"] = last.method_metrics["rounds"]
+        figures["variance, mean over steps"] = statistics.fmean(
+            point.method_metrics["variance"] for point in record.points
+        )
+        figures["variance, mean over rounds"] = last.method_metrics["mean_variance"]
     return figures
 
 
@@ -187,7 +189,7 @@ def speed(task: Task, workers: int, steps: int, seeds: range, rhos: list[float],
         plan = dataclasses.replace(plan, link=rate_for(rho, plan))
         runs = run_all(names, plan, range(seed, seed + 1), out)
         seconds = [record.seconds for record in runs]
-        period = steps / runs[0].points[-1].method["rounds"]
+        period = steps / runs[0].points[-1].method_metrics["rounds"]
         print(
             f"| {rho} | {seed} | {plan.link} | " + " | ".join(f"{value:.1f}" for value in seconds) + " | "
             f"{seconds[1] / seconds[0]:.2f} | {GOALS[rho]} | {seconds[2] / seconds[0]:.2f} | {period:.1f} |",

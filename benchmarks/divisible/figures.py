@@ -36,7 +36,7 @@ from laconic import compress, tasks
 from laconic.bench.compare import rate_for
 from laconic.bench.record import Record, RunsFile
 from laconic.bench.run import Plan, run
-from laconic.bench.ways import Asked, MethodWay, ask
+from laconic.bench.strategies import Contender, MethodStrategy, parse_contender
 from laconic.comm import Pending, Solo
 from laconic.comm.solo import Arrived
 from laconic.tasks.fashion import Fashion
@@ -144,8 +144,8 @@ class Barrier(laconic.Method):
         worker.comm.mean(torch.zeros(1))
 
 
-def find_way(name: str) -> Asked:
-    return Asked(name, name, MethodWay(Barrier())) if name == "barrier" else ask(name)
+def find_way(name: str) -> Contender:
+    return Contender(name, name, MethodStrategy(Barrier())) if name == "barrier" else parse_contender(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,11 +192,11 @@ def speed(figure: Figure, workers: int, seed: int, out: Path | None) -> None:
     for name, record in records.items():
         begin, end = record.points[0], record.points[-1]
         seconds[name] = (end.seconds - begin.seconds) / (end.step - begin.step)
-        assert record.split is not None
-        waiting[name] = 100 * (record.split.waiting or 0.0) / record.split.step
+        assert record.step_time is not None
+        waiting[name] = 100 * (record.step_time.waiting or 0.0) / record.step_time.total
     ms = " | ".join(f"{1e3 * seconds[name]:.1f}" for name in STEPS)
     gain = [f"{seconds[name] / seconds['divisible']:.2f}" for name in ("allreduce", "ddp")]
-    period = records["divisible"].points[-1].method["period"]
+    period = records["divisible"].points[-1].method_metrics["period"]
     print(
         f"| {figure.rho} | {figure.divisible} | {seed} | {plan.link} | {ms} | {gain[0]} | {figure.goal} | {gain[1]} | "
         f"{waiting['barrier']:.1f} | {waiting['divisible']:.1f} | {period:.0f} |",
@@ -215,7 +215,9 @@ def slow(task: tasks.Task, ways: Sequence[str], workers: int, steps: int, seeds:
         ms = 1e3 * (end.seconds - begin.seconds) / (end.step - begin.step)
         first = next((point for point in points if point.values["accuracy"] >= 0.85), None)
         reached = f"{first.step} | {first.seconds:.1f}" if first else "– | –"
-        chosen = " | ".join(f"{end.method[name]:g}" if name in end.method else "–" for name in ("period", "bits"))
+        chosen = " | ".join(
+            f"{end.method_metrics[name]:g}" if name in end.method_metrics else "–" for name in ("period", "bits")
+        )
         print(f"| {way} | {seed} | {ms:.1f} | {reached} | {end.values['accuracy']:.4f} | {chosen} |", flush=True)
 
 
@@ -237,7 +239,7 @@ def accuracy(
         values = []
         for seed in seeds:
             plan = Plan(dataclasses.replace(task, lr=lr), workers, steps, seed, evaluations=1, link=link, rho=rho)
-            values.append(keep(run(ask(way), plan), out).points[-1].values[task.metric])
+            values.append(keep(run(parse_contender(way), plan), out).points[-1].values[task.metric])
         each = " ".join(f"{value:.4f}" for value in values)
         print(f"| {way} | {lr:g} | {each} | {statistics.fmean(values):.4f} |", flush=True)
 

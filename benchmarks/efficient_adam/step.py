@@ -22,7 +22,7 @@ from torch.optim import Adam, Optimizer
 
 import laconic
 from laconic.bench.run import PRELOAD
-from laconic.bench.ways import ask
+from laconic.bench.strategies import parse_contender
 from laconic.emulate.links import parse_link
 from laconic.tasks.fashion import Fashion
 from laconic.tasks.task import Shard
@@ -53,17 +53,17 @@ def take_turn(way: str, task: Fashion, shard: Shard, steps: int) -> Turn:
     model = task.build_model()
     optimizer = task.build_optimizer(model)
     seconds = []
-    with ask(way).way.join(model, optimizer) as joined:
+    with parse_contender(way).strategy.join(model, optimizer) as session:
         for step in range(WARM_UP + steps):
             if step == WARM_UP:
-                payload, card, cpu = sum(joined.read().payload_nbytes.values()), card_nbytes(), time.process_time()
+                payload, card, cpu = sum(session.read().payload_nbytes.values()), card_nbytes(), time.process_time()
             start = time.perf_counter()
-            task.loss(joined.module, shard.batch(step)).backward()  # type: ignore[no-untyped-call]
-            joined.optimizer.step()
-            joined.optimizer.zero_grad()
+            task.loss(session.module, shard.batch(step)).backward()  # type: ignore[no-untyped-call]
+            session.optimizer.step()
+            session.optimizer.zero_grad()
             if step >= WARM_UP:
                 seconds.append(time.perf_counter() - start)
-        payload, card = sum(joined.read().payload_nbytes.values()) - payload, card_nbytes() - card
+        payload, card = sum(session.read().payload_nbytes.values()) - payload, card_nbytes() - card
         return Turn(seconds, payload / steps, card / steps, (time.process_time() - cpu) / steps)
 
 

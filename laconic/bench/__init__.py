@@ -1,1 +1,1 @@
-"""Real training runs, compared: methods and PyTorch's own alternatives on the same task, data order and network."""
+"""Compares methods and baselines in real training runs on the same task, data order and network."""

@@ -1,4 +1,4 @@
-"""Several ways to train, one after another, on the same task, data order, seeds and network."""
+"""Runs several methods and baselines, one after another, on the same task, data order, seeds and network."""
 
 from __future__ import annotations
 
@@ -9,59 +9,93 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from laconic.bench.record import Record, RunsFile, Split
+from laconic.bench.record import Record, RunsFile, StepTime
 from laconic.bench.run import Plan, run
-from laconic.bench.ways import Asked, ask
+from laconic.bench.strategies import Contender, parse_contender
 
 
-class Watch(Protocol):
-    """Shows how a run is doing: entered before each run, it gives the file in which rank 0 leaves its progress."""
+class ProgressDisplay(Protocol):
+    """Shows the progress of a run. Entered before the run; yields the file to which rank 0 writes its progress."""
 
-    def __call__(self, asked: Asked, plan: Plan) -> AbstractContextManager[Path | None]: ...
+    def __call__(self, contender: Contender, plan: Plan) -> AbstractContextManager[Path | None]: ...
 
 
-def compare(asked: Sequence[Asked], plan: Plan, seeds: int, directory: Path, watch: Watch) -> list[Record]:
-    """Run every way with every seed; each run is in `runs.jsonl` as soon as it ends. One that fails is recorded so."""
+def compare(
+    contenders: Sequence[Contender], plan: Plan, seeds: int, directory: Path, display: ProgressDisplay
+) -> list[Record]:
+    """Runs every contender with every seed.
+
+    Each run is appended to `runs.jsonl` as soon as it ends. A run that fails is recorded as failed; the others go on.
+
+    Args:
+        contenders: What to compare.
+        plan: What all runs have in common; its seed is the first one.
+        seeds: The number of seeds.
+        directory: The folder of `runs.jsonl`.
+        display: Shows the progress.
+
+    Returns:
+        One record per run.
+    """
     file = RunsFile(directory)
     records: list[Record] = []
     for seed in range(seeds):
-        for way in asked:
-            this = dataclasses.replace(plan, seed=plan.seed + seed)
-            with watch(way, this) as progress:
-                record = run(way, this, progress)
-            _split_peer(record, records)
+        for contender in contenders:
+            seeded = dataclasses.replace(plan, seed=plan.seed + seed)
+            with display(contender, seeded) as progress:
+                record = run(contender, seeded, progress)
+            _infer_baseline_waiting(record, records)
             file.append(record)
             records.append(record)
     return records
 
 
 def rate_for(rho: float, plan: Plan) -> str:
-    """The link rate at which a full all-reduce takes `rho` times the computing of a step, measured now on loopback."""
+    """Returns the link rate at which a ring all-reduce of all fp32 gradients takes `rho` times a step's compute time.
+
+    Measures the compute time in 30 steps of the baseline `none` on loopback.
+
+    Raises:
+        ValueError: `rho` is not positive, or there is only one worker.
+    """
     if not rho > 0:
         raise ValueError(f"rho must be more than 0, not {rho}")
     if plan.workers < 2:
-        raise ValueError("rho needs at least 2 workers: one alone sends nothing")
-    measured = run(ask("none"), dataclasses.replace(plan, link="none", steps=30, evaluations=1, checkpoint=None))
-    if measured.status != "ok" or measured.split is None:
-        raise RuntimeError(f"the compute time cannot be measured: {measured.reason}")
+        raise ValueError("rho needs at least 2 workers: one worker alone sends nothing")
+    short = dataclasses.replace(plan, link="none", steps=30, evaluations=1, checkpoint=None)
+    measured = run(parse_contender("none"), short)
+    if measured.status != "ok" or measured.step_time is None:
+        raise RuntimeError(f"measuring the compute time failed: {measured.reason}")
     nbytes = 2 * (plan.workers - 1) / plan.workers * 4 * measured.parameters
-    return f"{nbytes * 8 / (rho * measured.split.step) / 1e6:.3f}mbit"
+    return f"{nbytes * 8 / (rho * measured.step_time.total) / 1e6:.3f}mbit"
 
 
-def _split_peer(record: Record, before: list[Record]) -> None:
-    """A peer does not tell waiting from computing; what it takes beyond the `none` run of its seed is waiting."""
-    floor = next((r for r in before if r.way == "none" and r.seed == record.seed and r.split), None)
-    if record.split is not None and record.split.compute is None and floor is not None and floor.split is not None:
-        compute = min(floor.split.step, record.split.step)
-        record.split = Split(record.split.step, compute, record.split.step - compute, 0.0)
+def _infer_baseline_waiting(record: Record, earlier: list[Record]) -> None:
+    """Splits a baseline's step time into computing and waiting.
+
+    DDP does not report how long it waits. The step time of `none` with the same seed is the compute time; the rest is
+    waiting.
+    """
+    alone = next((r.step_time for r in earlier if r.method == "none" and r.seed == record.seed and r.step_time), None)
+    time = record.step_time
+    if time is not None and time.compute is None and alone is not None:
+        compute = min(alone.total, time.total)
+        record.step_time = StepTime(time.total, compute, time.total - compute, 0.0)
 
 
-def prepare(directory: Path, overwrite: bool) -> None:
-    """An output folder that is there is kept, unless it is to be overwritten."""
+def prepare_folder(directory: Path, overwrite: bool) -> None:
+    """Creates the output folder.
+
+    Raises:
+        FileExistsError: The folder is not empty, and `overwrite` is not set or the folder was not written by laconic.
+    """
     if directory.exists() and any(directory.iterdir()):
         if not overwrite:
             raise FileExistsError(f"{directory} exists and is not empty: choose another folder, or give --overwrite")
         if not (directory / "runs.jsonl").exists():
-            raise FileExistsError(f"{directory} has no runs.jsonl, so laconic did not make it: remove it yourself")
+            raise FileExistsError(
+                f"{directory} has no runs.jsonl, so laconic did not write it and does not delete it: "
+                "remove it, or choose another folder"
+            )
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How a run is doing: a live line on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,48 +14,52 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from laconic.bench.run import Plan
+from laconic.bench.strategies import Contender
 from laconic.bench.units import nbytes_text
-from laconic.bench.ways import Asked
 
 REFRESH_SECONDS = 0.25
-LINE_SECONDS = 10.0  # between two plain lines
+LINE_SECONDS = 10.0  # between two plain lines, where there is no terminal
 
 
 class Display:
-    """Rank 0 writes (step, loss, payload bytes, steps) into a small file; a thread here reads it now and then."""
+    """Shows what rank 0 writes to a small shared file: step, loss, payload bytes, total steps.
+
+    A thread reads the file every quarter of a second, so showing progress costs the workers no communication.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     @contextmanager
-    def __call__(self, asked: Asked, plan: Plan) -> Iterator[Path]:
+    def __call__(self, contender: Contender, plan: Plan) -> Iterator[Path]:
+        """Shows progress during a `with` block; yields the path of the file that rank 0 must write."""
         with tempfile.NamedTemporaryFile(prefix="laconic-progress-") as file:
             file.write(np.zeros(4).tobytes())
             file.flush()
             seen = np.memmap(file.name, dtype=np.float64, mode="r")
-            over = threading.Event()
+            ended = threading.Event()
             show = self._live if self._console.is_terminal else self._plain
-            name = f"{asked.text} (seed {plan.seed})" if plan.seed else asked.text
-            thread = threading.Thread(target=show, args=(name, plan.steps, seen, over), daemon=True)
+            name = f"{contender.label} (seed {plan.seed})" if plan.seed else contender.label
+            thread = threading.Thread(target=show, args=(name, plan.steps, seen, ended), daemon=True)
             thread.start()
             try:
                 yield Path(file.name)
             finally:
-                over.set()
+                ended.set()
                 thread.join()
 
-    def _live(self, name: str, steps: int, seen: np.ndarray, over: threading.Event) -> None:
+    def _live(self, name: str, steps: int, seen: np.ndarray, ended: threading.Event) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(name, total=steps, text="starting")
-            for text in watch(seen, over):
+            for text in watch(seen, ended):
                 progress.update(task, completed=seen[0], text=text)
         self._line(name, text)
 
-    def _plain(self, name: str, steps: int, seen: np.ndarray, over: threading.Event) -> None:
+    def _plain(self, name: str, steps: int, seen: np.ndarray, ended: threading.Event) -> None:
         self._line(name, f"{steps} steps")
         last = time.monotonic()
-        for text in watch(seen, over):
+        for text in watch(seen, ended):
             if time.monotonic() - last > LINE_SECONDS:
                 last = time.monotonic()
                 self._line(name, text)
@@ -65,19 +69,25 @@ class Display:
         self._console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
 
 
-def watch(seen: np.ndarray, over: threading.Event) -> Iterator[str]:
-    """How the run is doing, now and then, and at its end."""
+def watch(seen: np.ndarray, ended: threading.Event) -> Iterator[str]:
+    """Yields a description of the progress every REFRESH_SECONDS, and once more at the end."""
     start = None
-    ended = False
-    while not ended:
-        ended = over.wait(REFRESH_SECONDS)
+    finished = False
+    while not finished:
+        finished = ended.wait(REFRESH_SECONDS)
         if seen[0] and start is None:
             start = (time.monotonic(), float(seen[0]))
         yield "starting" if start is None else describe(seen, *start)
 
 
 def describe(seen: np.ndarray, start: float, first: float) -> str:
-    """Step, loss, speed, bytes and the time that is left, from what rank 0 wrote since `start`, at step `first`."""
+    """Returns step, loss, bytes, speed and remaining time as text.
+
+    Args:
+        seen: What rank 0 wrote: step, loss, payload bytes, total steps.
+        start: When the first progress was seen, by `time.monotonic()`.
+        first: The step that was seen then.
+    """
     step, loss, payload, steps = seen
     text = f"step {step:.0f}/{steps:.0f}  loss {loss:.4f}  {nbytes_text(payload)} sent"
     elapsed = time.monotonic() - start

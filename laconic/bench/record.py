@@ -1,4 +1,4 @@
-"""What is kept of a run: one line of `runs.jsonl`, with a versioned schema."""
+"""The record of a run: one line of `runs.jsonl`, with a versioned schema."""
 
 from __future__ import annotations
 
@@ -11,38 +11,63 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
+# Schema 1 used other names for the same fields.
+_RENAMED_FIELDS = {
+    "way": "method",
+    "is_peer": "is_baseline",
+    "split": "step_time",
+    "card_nbytes_per_step": "nic_nbytes_per_step",
+}
+_RENAMED_POINT_FIELDS = {"card_nbytes": "nic_nbytes", "method": "method_metrics"}
+_RENAMED_TIME_FIELDS = {"step": "total", "method": "overhead"}
 
 
 @dataclass
 class Point:
-    """The agreed model after `step` steps. Seconds exclude evaluation; bytes are of one worker, the mean over all."""
+    """One evaluation during a run.
+
+    Args:
+        step: The number of steps made.
+        seconds: Training time until then, evaluation not included.
+        payload_nbytes: Bytes sent by one worker, mean over workers.
+        nic_nbytes: The same as counted by the (emulated) network interface, headers included; None on loopback.
+        values: Loss and metric of the evaluated model on held-out data.
+        method_metrics: The method's own metrics, such as its current period.
+    """
 
     step: int
     seconds: float
     payload_nbytes: float
-    card_nbytes: float | None  # as the (emulated) network card counted them; None on loopback
-    values: dict[str, float]  # loss and the task's metric on held-out data
-    method: dict[str, float] = field(default_factory=dict)  # the method's own metrics: period, variance, …
+    nic_nbytes: float | None
+    values: dict[str, float]
+    method_metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
-class Split:
-    """Where the seconds of an average step go, mean over workers."""
+class StepTime:
+    """Where the seconds of an average step go, mean over workers. None: not measured.
 
-    step: float
-    compute: float | None  # forward, backward, optimizer; None for a peer when no `none` run is there to tell
-    waiting: float | None  # the training thread blocked, for the network or for other workers
-    method: float | None  # the method's own work: packing, compressing, deciding
+    Args:
+        total: The whole step.
+        compute: Forward pass, backward pass and optimizer.
+        waiting: The training thread was blocked on the network or on other workers.
+        overhead: The method's work on the training thread: packing, compressing, deciding.
+    """
+
+    total: float
+    compute: float | None
+    waiting: float | None
+    overhead: float | None
 
 
 @dataclass
 class Record:
-    """One run of one way to train (a method of laconic, or a peer)."""
+    """One run of one method or baseline."""
 
-    name: str  # as it was asked for: "local_sgd+period=4"
-    way: str  # "local_sgd"
-    is_peer: bool
+    name: str  # with settings, as requested: "local_sgd+period=4"
+    method: str  # "local_sgd"
+    is_baseline: bool
     settings: dict[str, str]
     task: str
     task_settings: dict[str, Any]
@@ -50,7 +75,7 @@ class Record:
     higher_is_better: bool
     parameters: int
     workers: int
-    link: str  # "none", or the rate of each host
+    link: str  # "none" for loopback, or the link of each host
     rho: float | None
     steps: int
     seed: int
@@ -61,20 +86,20 @@ class Record:
     status: str = "ok"  # or "failed"
     reason: str = ""
     seconds: float = 0.0
-    split: Split | None = None
+    step_time: StepTime | None = None
     payload_nbytes_per_step: dict[str, float] = field(default_factory=dict)  # by channel, mean over workers
-    card_nbytes_per_step: float | None = None
-    peak_memory_nbytes: int = 0  # of the largest worker
+    nic_nbytes_per_step: float | None = None
+    peak_memory_nbytes: int = 0  # of the worker with the highest peak
     points: list[Point] = field(default_factory=list)
     train_loss: list[tuple[int, float]] = field(default_factory=list)
     schema: int = SCHEMA
 
     def final(self) -> float | None:
-        """The metric of the agreed model at the end."""
+        """Returns the metric at the last evaluation, or None if there was none."""
         return self.points[-1].values[self.metric] if self.points else None
 
     def first_at(self, target: float) -> Point | None:
-        """The first evaluation that is at least as good as the target."""
+        """Returns the first evaluation that is at least as good as the target, or None."""
         for point in self.points:
             value = point.values[self.metric]
             if value >= target if self.higher_is_better else value <= target:
@@ -83,15 +108,19 @@ class Record:
 
 
 class RunsFile:
-    """`runs.jsonl`: a line is there whole or not at all."""
+    """The file `runs.jsonl` of an output folder. Lines are written completely or not at all."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "runs.jsonl"
 
     def append(self, record: Record) -> None:
-        """Add a run. When the disk is full the earlier lines stay as they were, and the error says so."""
-        line = (json.dumps(_plain(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
-        # Without a buffer: what a full disk did not take must not be tried again when the file is closed.
+        """Appends a run.
+
+        Raises:
+            OSError: The line could not be written, for example because the disk is full. Earlier lines are unchanged.
+        """
+        line = (json.dumps(_to_json(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
+        # Unbuffered: closing a buffered file would write again what a full disk rejected.
         with open(self.path, "ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -100,30 +129,49 @@ class RunsFile:
                 os.fsync(file.fileno())
             except OSError as error:
                 os.truncate(self.path, end)
-                what = f"the run of {record.name} is not written: {error.strerror}"
+                what = f"the run of {record.name} was not written: {error.strerror}"
                 raise OSError(error.errno, what, str(self.path)) from error
 
     def read(self) -> list[Record]:
-        return [parse(line) for line in self.path.read_text().splitlines()]
+        """Returns all runs, those of older schemas included."""
+        return [parse_record(line) for line in self.path.read_text().splitlines()]
 
 
-def _plain(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: a diverged run has the word instead, which `float` reads again."""
+def _to_json(value: Any) -> Any:
+    """Replaces NaN and infinity, which JSON does not have, by strings that `float` accepts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {key: _to_json(entry) for key, entry in value.items()}
+    return [_to_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def parse(line: str) -> Record:
+def parse_record(line: str) -> Record:
+    """Returns the record that one line of `runs.jsonl` holds.
+
+    Raises:
+        ValueError: The line has a schema that this version of laconic cannot read.
+    """
     data = json.loads(line)
+    if data.get("schema") == 1:
+        data = _from_schema_1(data)
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"runs.jsonl must have schema {SCHEMA}, not {data.get('schema')!r}")
+        raise ValueError(f"runs.jsonl must have schema 1 or {SCHEMA}, not {data.get('schema')!r}")
     for point in data["points"]:
-        point["values"] = {name: float(value) for name, value in point["values"].items()}
-        point["method"] = {name: float(value) for name, value in point["method"].items()}
+        for column in ("values", "method_metrics"):
+            point[column] = {name: float(value) for name, value in point[column].items()}
     data["points"] = [Point(**point) for point in data["points"]]
-    data["split"] = data["split"] and Split(**data["split"])
+    data["step_time"] = data["step_time"] and StepTime(**data["step_time"])
     data["train_loss"] = [(step, float(loss)) for step, loss in data["train_loss"]]
     return Record(**data)
+
+
+def _from_schema_1(data: dict[str, Any]) -> dict[str, Any]:
+    new = _renamed(data, _RENAMED_FIELDS) | {"schema": SCHEMA}
+    new["points"] = [_renamed(point, _RENAMED_POINT_FIELDS) for point in data["points"]]
+    new["step_time"] = data["split"] and _renamed(data["split"], _RENAMED_TIME_FIELDS)
+    return new
+
+
+def _renamed(data: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in data.items()}

@@ -1,10 +1,10 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const hidden = new Set();  // names of ways
-  const drawings = [];       // functions that draw a chart anew
+  const hidden = new Set();  // names of hidden methods
+  const drawings = [];       // functions that redraw a chart
 
-  // --- elements. Text only ever enters as text nodes: names and reasons come from runs.
+  // --- elements. Text is inserted as text nodes only, because names and reasons come from untrusted runs.
 
   const SVG = "http://www.w3.org/2000/svg";
   function fill(element, attributes, children) {
@@ -15,7 +15,7 @@
   const html = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
   const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-  // --- numbers as people read them
+  // --- number formatting
 
   function number(value, digits = 3) {
     if (value === 0) return "0";
@@ -30,7 +30,7 @@
     share: [[0.01, "%"]],
     count: [[1, ""]],
   };
-  function unitFor(kind, largest) {  // the largest unit that leaves at least 1 of it (or its own threshold)
+  function unitFor(kind, largest) {  // the largest unit in which the value is at least 1 (or at least the unit's own threshold)
     const units = UNITS[kind];
     return units.findLast(([size, , from]) => Math.abs(largest) >= (from ?? size) * 0.9995) ?? units[0];
   }
@@ -70,9 +70,9 @@
     return scale;
   }
 
-  function digitsOf(ticks) {  // enough to tell neighbours apart
-    const largest = Math.max(...ticks.map(Math.abs)), apart = ticks[1] - ticks[0];
-    return largest && apart ? Math.max(3, Math.min(15, 2 + Math.ceil(Math.log10(largest / apart)))) : 3;
+  function digitsOf(ticks) {  // enough digits that neighbouring ticks have different labels
+    const largest = Math.max(...ticks.map(Math.abs)), spacing = ticks[1] - ticks[0];
+    return largest && spacing ? Math.max(3, Math.min(15, 2 + Math.ceil(Math.log10(largest / spacing)))) : 3;
   }
 
   // --- line charts
@@ -96,7 +96,7 @@
     return { options, plot };
   }
 
-  // spec: id, title, note, size, x and y {label, kind}, series [{way, x, mean, low, high, rows(i)}], goal, closeUp
+  // spec: id, title, note, size, x and y {label, kind}, series [{method, x, mean, low, high, rows(i)}], goal, closeUp
   function lineChart(spec) {
     const { options, plot } = frame(spec.id, spec.title, spec.note, spec.size);
     const ends = spec.series.map((s) => Math.max(...s.x));
@@ -116,7 +116,7 @@
 
   function drawLines(plot, spec, logX, logY, closeUp) {
     plot.replaceChildren();
-    const shown = spec.series.filter((s) => !hidden.has(s.way.name)).sort((a, b) => b.way.peer - a.way.peer);  // methods on top
+    const shown = spec.series.filter((s) => !hidden.has(s.method.name)).sort((a, b) => b.method.baseline - a.method.baseline);  // methods on top
     const width = plot.clientWidth;
     const height = Math.round(spec.size ? Math.min(430, Math.max(270, width * 0.6)) : Math.min(300, Math.max(240, width * 0.6)));
     const fits = (s, i) => s.mean[i] != null && s.x[i] != null && !(logX && s.x[i] <= 0) && !(logY && s.low[i] <= 0);
@@ -124,13 +124,13 @@
     let xs = shown.flatMap((s, k) => points[k].map((i) => s.x[i]));
     const ys = shown.flatMap((s, k) => points[k].flatMap((i) => [s.low[i], s.high[i]]));
     if (!xs.length) {
-      plot.append(html("p", { class: "empty" }, shown.length ? "Nothing to draw on this scale." : "All ways are hidden: choose one above."));
+      plot.append(html("p", { class: "empty" }, shown.length ? "Nothing to draw on this scale." : "All methods are hidden: choose one above."));
       return [];
     }
     const goal = logY && spec.goal <= 0 ? null : spec.goal;
     if (goal != null) ys.push(goal);
     let [low, high] = [Math.min(...ys), Math.max(...ys)];
-    if (closeUp) {  // the best part of the values, and when they were had
+    if (closeUp) {  // only the best values, and the times at which they were reached
       low = Math.min(high - (high - low) * 0.22, goal != null ? goal - (high - goal) * 0.3 : high);
       const best = shown.flatMap((s, k) => points[k].filter((i) => s.mean[i] >= low).map((i) => s.x[i]));
       if (best.length) xs = best;
@@ -164,12 +164,12 @@
         text(spec.x.kind, t, logX && spec.x.kind === "bytes" ? undefined : unitX, digitsOf(ticksX))));
     root.append(svg("text", { x: (left + right) / 2, y: height - 4, "text-anchor": "middle" }, spec.x.label));
 
-    const absent = shown.filter((_, k) => !points[k].length).map((s) => `“${s.way.name}”`);
+    const absent = shown.filter((_, k) => !points[k].length).map((s) => `“${s.method.name}”`);
     const curves = shown.flatMap((s, k) => {
       if (!points[k].length) return [];
       const at = points[k].map((i) => ({ i, x: x(s.x[i]), y: y(s.mean[i]) }));
       const path = (list) => list.map(([a, b], j) => (j ? "L" : "M") + a.toFixed(1) + " " + b.toFixed(1)).join("");
-      const group = svg("g", { class: "curve " + s.way.colour, "data-way": s.way.name });
+      const group = svg("g", { class: "curve " + s.method.colour, "data-name": s.method.name });
       const inner = svg("g", { "clip-path": `url(#${clip})` });
       if (data.seeds > 1 && s.low.some((v, i) => v !== s.high[i])) inner.append(svg("path", {
         class: "band",
@@ -213,8 +213,8 @@
       marker = svg("circle", { class: "cursor", cx: best.x, cy: best.y, r: 5 });
       c.group.append(marker);
       const range = s.low[i] === s.high[i] ? "" : ` (${text(spec.y.kind, s.low[i])} to ${text(spec.y.kind, s.high[i])})`;
-      tip.className = "tip " + s.way.colour;
-      tip.replaceChildren(html("b", {}, s.way.name), html("div", {}, `${spec.y.short} ${text(spec.y.kind, s.mean[i])}${range}`),
+      tip.className = "tip " + s.method.colour;
+      tip.replaceChildren(html("b", {}, s.method.name), html("div", {}, `${spec.y.short} ${text(spec.y.kind, s.mean[i])}${range}`),
         ...s.rows(i).map((row) => html("div", {}, row)));
       plot.append(tip);
       const flip = best.x + 16 + tip.offsetWidth > box.width;
@@ -224,111 +224,111 @@
     plot.addEventListener("pointerleave", leave);
   }
 
-  // --- bars. spec: id, title, note, keys [[class, text]], kind, rows [{way, total or absent, tracks [[[class, value]]], words}]
+  // --- bars. spec: id, title, note, keys [[class, text]], kind, rows [{method, total or absent, tracks [[[class, value]]], words}]
 
   function barChart(spec) {
     const { plot } = frame(spec.id, spec.title, spec.note, spec.size);
     drawings.push(() => {
-      const rows = spec.rows.filter((row) => !hidden.has(row.way.name));
+      const rows = spec.rows.filter((row) => !hidden.has(row.method.name));
       const sum = (track) => track.reduce((all, [, value]) => all + value, 0);
       const largest = Math.max(...rows.flatMap((row) => row.tracks.map(sum)));
       const bar = (track) => html("div", { class: "track" }, ...track.filter(([, value]) => value > 0).map(([look, value]) => {
-        const piece = html("i", { class: look });
-        piece.style.width = 100 * value / largest + "%";
-        return piece;
+        const segment = html("i", { class: look });
+        segment.style.width = 100 * value / largest + "%";
+        return segment;
       }));
       const keys = spec.keys.length ? [html("ul", { class: "keys" }, ...spec.keys.map(([look, name]) => html("li", {}, html("i", { class: look }), name)))] : [];
       plot.replaceChildren(...keys,
-        ...rows.map((row) => html("div", { class: "bar " + row.way.colour, "data-way": row.way.name },
-          html("div", { class: "name" }, html("span", {}, row.way.name), html("b", {}, row.absent ?? text(spec.kind, row.total))),
+        ...rows.map((row) => html("div", { class: "bar " + row.method.colour, "data-name": row.method.name },
+          html("div", { class: "name" }, html("span", {}, row.method.name), html("b", {}, row.absent ?? text(spec.kind, row.total))),
           ...row.tracks.map(bar), html("small", {}, row.words))));
-      if (!rows.length) plot.append(html("p", { class: "empty" }, "All ways are hidden: choose one above."));
+      if (!rows.length) plot.append(html("p", { class: "empty" }, "All methods are hidden: choose one above."));
     });
   }
 
-  const cost = (way) => way.target?.seconds ?? Infinity;
+  const cost = (method) => method.target?.seconds ?? Infinity;
 
-  function targetRow(way) {
-    if (!way.target) return { way, total: null, absent: "not reached", tracks: [[]], words: "" };
-    const { seconds, payload, step, reached, seeds } = way.target;
+  function targetRow(method) {
+    if (!method.target) return { method, total: null, absent: "not reached", tracks: [[]], words: "" };
+    const { seconds, payload, step, reached, seeds } = method.target;
     const some = reached < seeds ? ` · only ${reached} of ${seeds} seeds` : "";
-    return { way, total: seconds, tracks: [[["solid", seconds]]], words: `${number(step)} steps · ${text("bytes", payload)}${some}` };
+    return { method, total: seconds, tracks: [[["solid", seconds]]], words: `${number(step)} steps · ${text("bytes", payload)}${some}` };
   }
 
   const listed = (kind, parts) => parts.map(([name, value]) => name + " " + text(kind, value)).join(" · ");
 
-  function splitRow(way) {
-    const { step, ...split } = way.split;
-    const looks = [["compute", "compute", "solid"], ["method", "own work", "tint"], ["waiting", "waiting", "hatch"]];
+  function stepTimeRow(method) {
+    const { total, ...split } = method.stepTime;
+    const looks = [["compute", "compute", "solid"], ["overhead", "overhead", "tint"], ["waiting", "waiting", "hatch"]];
     const known = looks.filter(([key]) => split[key] != null);
-    const rest = step - known.reduce((all, [key]) => all + split[key], 0);
+    const rest = total - known.reduce((all, [key]) => all + split[key], 0);
     const parts = known.map(([key, name, look]) => [name, split[key], look]);
-    if (rest > 0.01 * step) parts.push([known.length ? "not told apart" : "whole step", rest, "open"]);
-    return { way, total: step, tracks: [parts.map(([, value, look]) => [look, value])], words: listed("seconds", parts) };
+    if (rest > 0.01 * total) parts.push([known.length ? "not measured" : "total", rest, "open"]);
+    return { method, total, tracks: [parts.map(([, value, look]) => [look, value])], words: listed("seconds", parts) };
   }
 
-  function bytesRow(way) {
-    const channels = Object.entries(way.payload);
+  function bytesRow(method) {
+    const channels = Object.entries(method.payload);
     const look = (name) => (name === "foreground" ? "solid" : "hatch");
     const tracks = [channels.map(([name, value]) => [look(name), value])];
-    if (way.card != null) tracks.push([["plain", way.card]]);
+    if (method.nic != null) tracks.push([["plain", method.nic]]);
     const payload = channels.reduce((all, [, value]) => all + value, 0);
-    return { way, total: payload, tracks, words: listed("bytes", [...channels, ...(way.card == null ? [] : [["card", way.card]])]) };
+    return { method, total: payload, tracks, words: listed("bytes", [...channels, ...(method.nic == null ? [] : [["NIC", method.nic]])]) };
   }
 
-  // --- what there is to draw
+  // --- all charts
 
   function charts() {
     const seeds = data.seeds > 1 ? "Line: mean over seeds. Band: lowest to highest." : "";
-    const drawn = data.ways.filter((way) => way.metric.step.length);
+    const drawn = data.methods.filter((method) => method.metric.step.length);
     const title = data.metric[0].toUpperCase() + data.metric.slice(1);
-    const detail = (way) => (i) => [
-      `after ${text("seconds", way.metric.seconds[i])}, ${number(way.metric.step[i], 9)} steps`,
-      `${text("bytes", way.metric.payload[i])} sent by each worker`,
+    const detail = (method) => (i) => [
+      `after ${text("seconds", method.metric.seconds[i])}, ${number(method.metric.step[i], 9)} steps`,
+      `${text("bytes", method.metric.payload[i])} sent by each worker`,
     ];
     const over = (id, words, key, x, size, note) => drawn.length && lineChart({
       id, size, note, x, title: `${title} over ${words}`,
       y: { label: data.metric, short: data.metric, kind: metricKind }, goal: data.target, closeUp: data.higher,
-      series: drawn.map((way) => ({ way, ...way.metric, x: way.metric[key], rows: detail(way) })),
+      series: drawn.map((method) => ({ method, ...method.metric, x: method.metric[key], rows: detail(method) })),
     });
     over("metric-seconds", "time", "seconds", { label: "training time, evaluation not counted", kind: "seconds" },
-      data.target == null ? "whole" : "large", `On held-out data, of the model the workers agree on. ${seeds}`);
+      data.target == null ? "whole" : "large", `On held-out data: the mean of all workers’ models (none: the model of rank 0). ${seeds}`);
     if (data.target != null && drawn.length) barChart({
       id: "to-target", size: "small", title: `Time to ${data.targetText}`, kind: "seconds", keys: [],
-      rows: [...data.ways].sort((a, b) => cost(a) - cost(b)).map(targetRow),
-      note: "Training time until an evaluation is at least that good.",
+      rows: [...data.methods].sort((a, b) => cost(a) - cost(b)).map(targetRow),
+      note: "Training time until the first evaluation that is at least that good.",
     });
     over("metric-bytes", "bytes sent", "payload", { label: "payload sent by each worker", kind: "bytes" });
     over("metric-steps", "steps", "step", { label: "steps", kind: "count" });
 
-    const timed = data.ways.filter((way) => way.split);
+    const timed = data.methods.filter((method) => method.stepTime);
     if (timed.length) barChart({
-      id: "step-time", title: "Where a step’s time goes", kind: "seconds", rows: timed.map(splitRow),
-      note: "An average step, mean over workers.",
-      keys: [["solid", "compute"], ["tint", "method’s own work"], ["hatch", "waiting"],
-        ...(timed.some((way) => way.split.compute == null || way.split.waiting == null) ? [["open", "not told apart"]] : [])],
+      id: "step-time", title: "Time per step", kind: "seconds", rows: timed.map(stepTimeRow),
+      note: "Average step, mean over workers.",
+      keys: [["solid", "compute"], ["tint", "overhead of the method"], ["hatch", "waiting"],
+        ...(timed.some((method) => method.stepTime.compute == null || method.stepTime.waiting == null) ? [["open", "not measured"]] : [])],
     });
-    const channels = new Set(data.ways.flatMap((way) => Object.keys(way.payload)));
+    const channels = new Set(data.methods.flatMap((method) => Object.keys(method.payload)));
     if (channels.size) barChart({
-      id: "step-bytes", title: "Bytes a step", kind: "bytes", rows: data.ways.map(bytesRow),
-      note: "Sent by one worker: the payload, and beneath it what the network card counted.",
+      id: "step-bytes", title: "Bytes per step", kind: "bytes", rows: data.methods.map(bytesRow),
+      note: "Sent by one worker: the payload, and below it what the network interface (NIC) counted.",
       keys: [...[...channels].map((name) => [name === "foreground" ? "solid" : "hatch", name]),
-        ...(data.ways.some((way) => way.card != null) ? [["plain", "network card"]] : [])],
+        ...(data.methods.some((method) => method.nic != null) ? [["plain", "NIC"]] : [])],
     });
 
-    const simple = (way, columns) => ({ way, ...columns, x: columns.step, rows: (i) => [`step ${number(columns.step[i], 9)}`] });
+    const byStep = (method, columns) => ({ method, ...columns, x: columns.step, rows: (i) => [`step ${number(columns.step[i], 9)}`] });
     const steps = { label: "steps", kind: "count" };
-    const trained = data.ways.filter((way) => way.loss.step.length);
+    const trained = data.methods.filter((method) => method.loss.step.length);
     if (trained.length) lineChart({
       id: "train-loss", title: "Training loss over steps", note: seeds, x: steps,
-      y: { label: "loss", short: "loss", kind: "count" }, series: trained.map((way) => simple(way, way.loss)),
+      y: { label: "loss", short: "loss", kind: "count" }, series: trained.map((method) => byStep(method, method.loss)),
     });
-    [...new Set(data.ways.flatMap((way) => Object.keys(way.own)))].forEach((key, k) => {
+    [...new Set(data.methods.flatMap((method) => Object.keys(method.metrics)))].forEach((key, k) => {
       const words = key.replaceAll("_", " ");
       lineChart({
-        id: "own-" + k, title: `Inside the methods: ${words}`, note: "As the method itself reports it.", x: steps,
+        id: "metric-of-method-" + k, title: `Method metric: ${words}`, note: "As the method reports it.", x: steps,
         y: { label: words, short: words, kind: "count" },
-        series: data.ways.filter((way) => way.own[key]).map((way) => simple(way, way.own[key])),
+        series: data.methods.filter((method) => method.metrics[key]).map((method) => byStep(method, method.metrics[key])),
       });
     });
     const figures = document.querySelectorAll("#charts .half");
@@ -343,28 +343,28 @@
     const all = html("button", { type: "button", class: "all", hidden: "" }, "show all");
     const update = () => {
       for (const [name, button] of buttons) button.setAttribute("aria-pressed", String(!hidden.has(name)));
-      for (const row of document.querySelectorAll("tr[data-way]")) row.classList.toggle("off", hidden.has(row.dataset.way));
+      for (const row of document.querySelectorAll("tr[data-name]")) row.classList.toggle("off", hidden.has(row.dataset.name));
       all.hidden = !hidden.size;
       draw();
     };
-    for (const way of data.ways) {
-      const line = svg("svg", { class: way.colour, viewBox: "0 0 26 12", "aria-hidden": "true" }, svg("path", { d: "M0 6H26" }));
-      const button = html("button", { type: "button", title: "click: show or hide; double click: only this one" }, line, way.name);
+    for (const method of data.methods) {
+      const line = svg("svg", { class: method.colour, viewBox: "0 0 26 12", "aria-hidden": "true" }, svg("path", { d: "M0 6H26" }));
+      const button = html("button", { type: "button", title: "click: show or hide; double click: only this one" }, line, method.name);
       button.addEventListener("click", () => {
-        if (!hidden.delete(way.name)) hidden.add(way.name);
+        if (!hidden.delete(method.name)) hidden.add(method.name);
         update();
       });
       button.addEventListener("dblclick", () => {
-        for (const other of data.ways) hidden.add(other.name);
-        hidden.delete(way.name);
+        for (const other of data.methods) hidden.add(other.name);
+        hidden.delete(method.name);
         update();
       });
-      buttons.set(way.name, button);
+      buttons.set(method.name, button);
       nav.append(button);
     }
     all.addEventListener("click", () => { hidden.clear(); update(); });
     nav.append(all);
-    nav.hidden = !data.ways.length;
+    nav.hidden = !data.methods.length;
     update();
   }
 
@@ -374,7 +374,7 @@
     for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => {
       const selection = getSelection();
       selection.selectAllChildren(button.previousElementSibling);
-      // Not navigator.clipboard: it needs a permission that a page from file:// may not get.
+      // navigator.clipboard needs a permission that a page opened from file:// may not get.
       button.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl+C";
       setTimeout(() => { button.textContent = "Copy"; }, 2000);
     });

@@ -1,7 +1,7 @@
-"""One self-contained page for people: what a comparison found, its charts, its figures, and how to repeat it.
+"""Writes the report of a comparison as one self-contained HTML page: result, charts, figures, and how to repeat it.
 
-The charts are drawn by `report.js`, some hundreds of lines of our own: the page stays small, opens at once, and one
-legend rules all charts.
+`report.js` draws the charts without a charting library, so the page is small, loads nothing from the network, and one
+legend controls all charts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ from laconic.bench.summary import Curve, Summary, summarize
 from laconic.bench.units import is_share, labelled_metric_text, link_text, metric_name, number_text
 from laconic.version import __version__
 
-COLOURS = {True: 5, False: 8}  # how many report.css has for peers, for methods
+COLOURS = {True: 6, False: 8}  # the number of colours in report.css for baselines and for methods
 
 
 def write_report(records: Sequence[Record], path: Path, target: float | None = None) -> None:
-    """Write the page. Whoever reads `path` meanwhile sees the old page or the new one, never a part."""
+    """Writes the report to `path`, atomically: a reader sees the old page or the new one.
+
+    Args:
+        records: The runs of the comparison; at least one.
+        path: The HTML file.
+        target: A value of the task's metric, or None.
+    """
     page = render(records, target)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -44,7 +50,11 @@ def write_report(records: Sequence[Record], path: Path, target: float | None = N
 
 
 def render(records: Sequence[Record], target: float | None = None) -> str:
-    """The page as text."""
+    """Returns the report as HTML.
+
+    Raises:
+        ValueError: There are no runs, or the runs are of different tasks.
+    """
     if not records:
         raise ValueError("a report needs at least one run, not 0")
     for key in ("task", "metric", "higher_is_better"):
@@ -53,15 +63,15 @@ def render(records: Sequence[Record], target: float | None = None) -> str:
             raise ValueError(f"the runs of one report must have the same {key}, not {sorted(map(str, values))}")
     summaries = summarize(records)
     colours = colour_classes(summaries)
-    news = headline(summaries, target)
-    script = _part("report.js")
-    return Template(_part("report.html")).substitute(
+    result = headline(summaries, target)
+    script = _asset("report.js")
+    return Template(_asset("report.html")).substitute(
         policy=_policy(script),
-        title=escape(f"laconic: {news.sentence}"),
-        css=_part("report.css"),
+        title=escape(f"laconic: {result.sentence}"),
+        css=_asset("report.css"),
         date=escape(max(record.date for record in records)),
-        headline=escape(_unbroken(news.sentence)),
-        details="".join(f'<p class="detail">{escape(_unbroken(detail))}</p>' for detail in news.details),
+        headline=escape(_join_units(result.sentence)),
+        details="".join(f'<p class="detail">{escape(_join_units(detail))}</p>' for detail in result.details),
         facts="".join(f"<li>{escape(fact)}</li>" for fact in _facts(records)),
         warnings="".join(f'<p class="warning">{escape(text)}</p>' for text in _warnings(records, summaries)),
         table=table_html(summaries, target, colours),
@@ -74,13 +84,13 @@ def render(records: Sequence[Record], target: float | None = None) -> str:
 
 
 def colour_classes(summaries: Sequence[Summary]) -> dict[str, str]:
-    """A class of report.css for each name: vivid for methods, muted for peers."""
+    """Returns the CSS class of each contender: vivid colours for methods, muted ones for baselines."""
     seen = {True: 0, False: 0}
     classes = {}
     for summary in summaries:
-        kind = summary.is_peer
-        classes[summary.name] = f"{'peer' if kind else 'method'}-{seen[kind] % COLOURS[kind]}"
-        seen[kind] += 1
+        baseline = summary.is_baseline
+        classes[summary.name] = f"{'baseline' if baseline else 'method'}-{seen[baseline] % COLOURS[baseline]}"
+        seen[baseline] += 1
     return classes
 
 
@@ -95,17 +105,19 @@ def _chart_data(
         "target": target,
         "targetText": None if target is None else labelled_metric_text(metric, target),
         "seeds": max(len(summary.runs) for summary in summaries),
-        "ways": [_way_data(summary, metric, colours[summary.name], target) for summary in summaries if summary.runs],
+        "methods": [
+            _method_data(summary, metric, colours[summary.name], target) for summary in summaries if summary.runs
+        ],
     }
 
 
-def _way_data(summary: Summary, metric: str, colour: str, target: float | None) -> dict[str, Any]:
+def _method_data(summary: Summary, metric: str, colour: str, target: float | None) -> dict[str, Any]:
     curve = summary.curve(lambda point: point.values[metric])
-    split = summary.split
+    time = summary.step_time
     cost = None if target is None else summary.to_target(target)
     return {
         "name": summary.name,
-        "peer": summary.is_peer,
+        "baseline": summary.is_baseline,
         "colour": colour,
         "metric": {
             **_columns(curve),
@@ -113,8 +125,8 @@ def _way_data(summary: Summary, metric: str, colour: str, target: float | None) 
             "payload": _at(curve, summary.curve(lambda point: point.payload_nbytes)),
         },
         "loss": _columns(summary.loss_curve()),
-        "own": {key: _columns(own) for key, own in summary.method_curves().items()},
-        "split": split and {key: _short(value) for key, value in vars(split).items()},
+        "metrics": {key: _columns(metrics) for key, metrics in summary.method_curves().items()},
+        "stepTime": time and {key: _short(value) for key, value in vars(time).items()},
         "payload": {channel: _short(nbytes) for channel, nbytes in summary.payload_nbytes_per_step.items()},
         "target": cost
         and {
@@ -124,7 +136,7 @@ def _way_data(summary: Summary, metric: str, colour: str, target: float | None) 
             "reached": cost.reached,
             "seeds": cost.seeds,
         },
-        "card": _short(summary.card_nbytes_per_step),
+        "nic": _short(summary.nic_nbytes_per_step),
     }
 
 
@@ -138,13 +150,13 @@ def _columns(curve: Curve) -> dict[str, Any]:
 
 
 def _at(curve: Curve, other: Curve) -> list[float | None]:
-    """The other curve's means at the steps of the first."""
+    """Returns the means of `other` at the steps of `curve`."""
     means = dict(zip(other.steps, other.mean, strict=True))
     return [_short(means.get(step)) for step in curve.steps]
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits are more than a screen shows; what is not finite has no place on one."""
+    """Rounds to six digits, more than a chart can show; NaN and infinity become None, which is not drawn."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
@@ -153,33 +165,33 @@ def _json(data: dict[str, Any]) -> str:
 
 
 def _policy(script: str) -> str:
-    """The page may run its own script and style, and load nothing."""
+    """Returns a Content-Security-Policy that allows the page its own script and style, and no requests."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def _part(name: str) -> str:
+def _asset(name: str) -> str:
     return files("laconic.bench").joinpath(name).read_text(encoding="utf-8")
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
-    some = records[0]
+    first = records[0]
     seeds = len({record.seed for record in records})
     return [
-        some.task,
-        f"{number_text(some.parameters / 1e6)} M parameters"
-        if some.parameters >= 1e5
-        else f"{some.parameters:,} parameters",
-        f"{some.workers} workers",
-        link_text(some.link),
-        *([] if some.rho is None else [f"ρ = {number_text(some.rho)}"]),
-        f"{some.steps:,} steps",
+        first.task,
+        f"{number_text(first.parameters / 1e6)} M parameters"
+        if first.parameters >= 1e5
+        else f"{first.parameters:,} parameters",
+        f"{first.workers} workers",
+        link_text(first.link),
+        *([] if first.rho is None else [f"ρ = {number_text(first.rho)}"]),
+        f"{first.steps:,} steps",
         f"{seeds} seeds" if seeds > 1 else "1 seed",
     ]
 
 
 def _warnings(records: Sequence[Record], summaries: Sequence[Summary]) -> list[str]:
-    """What makes the comparison less than fair or less than whole."""
+    """Returns what makes the comparison unfair or incomplete: failed runs, different settings, NaN, no curves."""
     texts = []
     failed = sum(record.status != "ok" for record in records)
     if failed:
@@ -225,18 +237,18 @@ def _setup_html(records: Sequence[Record], target: float | None) -> str:
         '<button type="button" class="copy">Copy</button></div>'
         for command in _distinct(records, lambda r: r.command)
     )
-    ways = "".join(
+    settings = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text or 'no settings')}</dd></div>"
         for name, text in {r.name: _settings_text(r.settings) for r in records}.items()
     )
     return (
         f'<h3>The command</h3>{commands}<dl class="setup">{listed}</dl>'
-        f'<details><summary>Settings of each way</summary><dl class="setup">{ways}</dl></details>'
+        f'<details><summary>Settings of each method</summary><dl class="setup">{settings}</dl></details>'
     )
 
 
-def _unbroken(sentence: str) -> str:
-    """No line ends between a number and its unit."""
+def _join_units(sentence: str) -> str:
+    """Puts a no-break space between each number and its unit, so that no line breaks there."""
     return re.sub(r"(?<=\d) (?=(?:%|[µm]?s|[kMGT]?B|min|h|[kMG]bit/s)(?!\w))", "\u00a0", sentence)
 
 

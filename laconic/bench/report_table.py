@@ -1,4 +1,4 @@
-"""The figures of a comparison as an HTML table, and the runs that failed as a list."""
+"""Renders the figures of a comparison as an HTML table, and failed runs as a list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from laconic.bench.headline import REFERENCE, times
+from laconic.bench.headline import REFERENCE, factor_text, reached_without_communication
 from laconic.bench.record import Record
 from laconic.bench.summary import Spread, Summary
 from laconic.bench.units import (
@@ -22,21 +22,31 @@ from laconic.bench.units import (
 
 
 def table_html(summaries: Sequence[Summary], target: float | None, colours: dict[str, str]) -> str:
+    """Returns a table with one row per contender.
+
+    Args:
+        summaries: One per contender.
+        target: A value of the metric, or None.
+        colours: The CSS class of each contender, by name.
+    """
     ran = [summary for summary in summaries if summary.runs]
     if not ran:
-        return '<p class="note">No run ended well.</p>'
-    some = ran[0].runs[0]
+        return '<p class="note">All runs failed.</p>'
+    first = ran[0].runs[0]
     channels = list(dict.fromkeys(channel for summary in ran for channel in summary.payload_nbytes_per_step))
     channels = channels or ["foreground"]
-    reference = next((summary for summary in ran if summary.way == REFERENCE), None)
+    reference = next((summary for summary in ran if summary.method == REFERENCE), None)
+    trivial = target is not None and reached_without_communication(ran, target) is not None
+    if trivial:
+        reference = None  # a speed-up to a target that needs no communication would mislead
     to_target = [] if target is None else ["time", "bytes", "steps"]
-    goal = "" if target is None else f"to {labelled_metric_text(some.metric, target)}"
+    goal = "" if target is None else f"to {labelled_metric_text(first.metric, target)}"
     groups = [
         (goal, to_target),
         ("over DDP", ["speed-up"]),
-        (metric_name(some.metric), ["final"]),
-        ("a step", ["whole", "compute", "waiting", "own work"]),
-        ("bytes a step", [*channels, "card"]),
+        (metric_name(first.metric), ["final"]),
+        ("time per step", ["total", "compute", "waiting", "overhead"]),
+        ("bytes per step", [*channels, "NIC"]),
         ("memory", ["peak"]),
     ]
     head = "".join(f'<th colspan="{len(c)}" scope="colgroup">{escape(g)}</th>' for g, c in groups if c)
@@ -48,9 +58,9 @@ def table_html(summaries: Sequence[Summary], target: float | None, colours: dict
     rows = "".join(_row_html(s, target, reference, channels, colours[s.name], [len(c) for _, c in groups]) for s in ran)
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="All figures"><table><thead>'
-        f'<tr><th rowspan="2" scope="col">way</th>{head}</tr><tr>{columns}</tr></thead>'
+        f'<tr><th rowspan="2" scope="col">method</th>{head}</tr><tr>{columns}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
-        f'<p class="note">{escape(_note(target))}</p>'
+        f'<p class="note">{escape(_note(target, trivial))}</p>'
     )
 
 
@@ -66,9 +76,9 @@ def _row_html(
         *([] if target is None else _target_cells(summary, target)),
         _speed_up(summary, reference, target),
         _spread_text(summary.runs[0].metric, summary.final),
-        *_split_cells(summary),
+        *_step_time_cells(summary),
         *(nbytes_text(summary.payload_nbytes_per_step.get(channel)) for channel in channels),
-        nbytes_text(summary.card_nbytes_per_step),
+        nbytes_text(summary.nic_nbytes_per_step),
         nbytes_text(summary.peak_memory_nbytes),
     ]
     firsts = {sum(widths[:i]) for i in range(len(widths))}
@@ -78,7 +88,7 @@ def _row_html(
     seeds = len(summary.runs) + len(summary.failed)
     few = f'<span class="few">{len(summary.runs)} of {seeds} seeds</span>' if summary.failed else ""
     return (
-        f'<tr data-way="{name}"><th scope="row" class="{colour}"><i class="dot"></i>{breakable}{few}</th>{filled}</tr>'
+        f'<tr data-name="{name}"><th scope="row" class="{colour}"><i class="dot"></i>{breakable}{few}</th>{filled}</tr>'
     )
 
 
@@ -91,23 +101,23 @@ def _target_cells(summary: Summary, target: float) -> list[str]:
 
 
 def _speed_up(summary: Summary, reference: Summary | None, target: float | None) -> str:
-    """In the time to the target where there is one, in the time of a step otherwise."""
+    """Returns the speed-up over DDP: in time to the target, or per step if there is no target."""
     if reference is None:
         return ABSENT
     if target is None:
-        own, its = summary.split, reference.split
-        return times(its.step / own.step) if own and its and own.step else ABSENT
+        own, ddp = summary.step_time, reference.step_time
+        return factor_text(ddp.total / own.total) if own and ddp and own.total else ABSENT
     cost, against = summary.to_target(target), reference.to_target(target)
     if cost is None or against is None or not (cost.by_all and against.by_all) or not cost.seconds:
         return ABSENT
-    return times(against.seconds / cost.seconds)
+    return factor_text(against.seconds / cost.seconds)
 
 
-def _split_cells(summary: Summary) -> list[str]:
-    split = summary.split
-    if split is None:
+def _step_time_cells(summary: Summary) -> list[str]:
+    time = summary.step_time
+    if time is None:
         return [ABSENT] * 4
-    return [seconds_text(part) for part in (split.step, split.compute, split.waiting, split.method)]
+    return [seconds_text(part) for part in (time.total, time.compute, time.waiting, time.overhead)]
 
 
 def _spread_text(metric: str, value: Spread | None) -> str:
@@ -120,16 +130,22 @@ def _spread_text(metric: str, value: Spread | None) -> str:
     return f"{metric_text(metric, value.mean)} ± {metric_text(metric, value.deviation, digits=2)}"
 
 
-def _note(target: float | None) -> str:
-    speed_up = "the time to the target" if target is not None else "the time of a step, as no target was given"
+def _note(target: float | None, trivial: bool) -> str:
+    speed_up = "Speed-up is in time to the target."
+    if target is None:
+        speed_up = "Speed-up is in time per step, because no target was given."
+    if trivial:
+        speed_up = "No speed-up is shown: the target is reached without communication."
     return (
-        f"Means over seeds; ± is the standard deviation over seeds. Speed-up is in {speed_up}. Bytes are those one "
-        "worker sends: the payload by channel, and what its network card counted. A step’s parts that cannot be told "
-        f"apart are left open ({ABSENT}). Memory is that of the largest worker."
+        f"Means over seeds; ± is the standard deviation over seeds. {speed_up} Bytes are sent by one worker: the "
+        "payload by channel, and what its network interface (NIC) counted. Parts of a step that were not measured "
+        f"are shown as {ABSENT}. Overhead is the method’s work on the training thread. Memory is the largest peak of "
+        "all workers."
     )
 
 
 def failures_html(records: Sequence[Record]) -> str:
+    """Returns the list of failed runs with their reasons; empty if no run failed."""
     failed = [record for record in records if record.status != "ok"]
     if not failed:
         return ""

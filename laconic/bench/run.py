@@ -1,7 +1,7 @@
-"""One real training run: the same loop for every way, a process for each worker, judged after the clock has stopped.
+"""Runs one real training: one process per worker, with the same loop for every method and baseline.
 
-At chosen steps each worker writes a copy of its model, off the clock. Only when training is over are the copies of all
-workers averaged and evaluated: so judging neither pauses a worker nor sends a byte.
+At chosen steps each worker saves a copy of its model while the clock is stopped. The copies of all workers are averaged
+and evaluated only after training, so evaluation neither delays a worker nor sends a byte.
 """
 
 from __future__ import annotations
@@ -22,33 +22,52 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.bench.record import Point, Record, Split
-from laconic.bench.ways import Asked, Reading
+from laconic.bench.record import Point, Record, StepTime
+from laconic.bench.strategies import Contender, Reading
 from laconic.launch import WorkerFailed, spawn
 from laconic.tasks import Task
 
 PRELOAD = ["laconic.loaded", "laconic.bench.run"]
-STEADY_AFTER = 3  # steps that open connections and fill caches, left out of the seconds of an average step
+WARM_UP_STEPS = 3  # they open connections and fill caches, so the average step time excludes them
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, beside the way."""
+    """The settings of a run, except its method.
+
+    Args:
+        task: What is trained.
+        workers: The number of processes.
+        steps: The number of training steps.
+        seed: The seed of the model and of the data order.
+        link: The emulated link of each host, such as "100mbit"; "none" for loopback.
+        rho: Written to the record only; `link` is what the network emulates.
+        evaluations: The number of evaluations, evenly spaced over the run.
+        checkpoint: The folder for checkpoints, or None. One is saved at the end and every `save_every` steps.
+        save_every: Steps between two checkpoints, or None.
+        resume: Whether to continue from `checkpoint`.
+        command: The command line, for the record.
+
+    Example:
+        >>> from laconic.tasks import Digits
+        >>> Plan(Digits(), workers=4, steps=100, link="100mbit").evaluations
+        20
+    """
 
     task: Task
     workers: int
     steps: int
     seed: int = 0
     link: str = "none"
-    rho: float | None = None  # only told in the record; `link` is what counts
+    rho: float | None = None
     evaluations: int = 20
-    checkpoint: Path | None = None  # where to save at the end and every `save_every` steps
+    checkpoint: Path | None = None
     save_every: int | None = None
     resume: bool = False
     command: str = ""
 
     def identity(self) -> str:
-        """What a resumed run must have in common with the one before: all but its length."""
+        """Returns a description of everything that must stay the same when a run is resumed: all but its length."""
         task = dataclasses.replace(self.task, steps=1)
         return f"{task!r} with seed {self.seed}"
 
@@ -59,35 +78,45 @@ class Plan:
 
 
 @dataclass
-class Told:
-    """What one worker reports at the end."""
+class WorkerReport:
+    """What one worker measured. Lists have one entry per evaluation."""
 
-    seconds: list[float]  # at each evaluated step
+    seconds: list[float]
     readings: list[Reading]
-    card_nbytes: list[int | None]
+    nic_nbytes: list[int | None]
     losses: list[tuple[int, float]]
-    steady_seconds: float  # the clock, and the reading, when the steady steps begin
-    steady: Reading
+    warm_up_seconds: float  # training time of the warm-up steps
+    warm_up: Reading  # at the end of the warm-up steps
     steps: range
     peak_memory_nbytes: int
 
 
-def run(asked: Asked, plan: Plan, progress: Path | None = None) -> Record:
-    """Train, judge, and tell. A worker that fails makes a record that says so; it does not raise."""
-    record = _describe(asked, plan)
+def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Record:
+    """Trains, evaluates, and returns the record of the run.
+
+    A worker that fails does not raise: the record then has the status "failed" and the reason.
+
+    Args:
+        contender: The method or baseline.
+        plan: All other settings.
+        progress: The file to which rank 0 writes its progress, or None.
+    """
+    record = _new_record(contender, plan)
     with tempfile.TemporaryDirectory(prefix="laconic-") as folder:
         try:
-            told = spawn(_work, plan.workers, asked, plan, Path(folder), progress, link=plan.link, preload=PRELOAD)
+            reports = spawn(
+                _train, plan.workers, contender, plan, Path(folder), progress, link=plan.link, preload=PRELOAD
+            )
         except WorkerFailed as failure:
             record.status, record.reason = "failed", str(failure)
             return record
-        _sum_up(record, told)
-        _judge(record, asked, plan, told, Path(folder))
+        _add_costs(record, reports)
+        _add_evaluations(record, contender, plan, reports, Path(folder))
     return record
 
 
-def _work(asked: Asked, plan: Plan, folder: Path, progress: Path | None) -> Told:
-    """In each worker: the training loop."""
+def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None) -> WorkerReport:
+    """Runs the training loop in one worker."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(plan.seed)
     model = plan.task.build_model()
@@ -96,58 +125,62 @@ def _work(asked: Asked, plan: Plan, folder: Path, progress: Path | None) -> Told
     shard = plan.task.load(rank, size, plan.seed)
     display = np.memmap(progress, dtype=np.float64, mode="r+") if progress and rank == 0 else None
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    told = Told([], [], [], [], 0.0, Reading({}, 0.0, 0.0, {}), range(0), 0)
-    with asked.way.join(model, optimizer) as joined:
+    report = WorkerReport([], [], [], [], 0.0, Reading({}, 0.0, 0.0, {}), range(0), 0)
+    with contender.strategy.join(model, optimizer) as session:
         start = 0
         if plan.resume:
-            assert joined.worker is not None
+            assert session.worker is not None
             assert plan.checkpoint is not None
-            extra = joined.worker.load(plan.checkpoint)
+            extra = session.worker.load(plan.checkpoint)
             if extra["plan"] != plan.identity():
-                raise ValueError(f"the checkpoint is of {extra['plan']}, and this run is {plan.identity()}")
-            start = joined.worker.step
+                raise ValueError(f"the checkpoint is of {extra['plan']}, but this run is {plan.identity()}")
+            start = session.worker.step
             if schedule is not None:
                 schedule.load_state_dict(extra["schedule"])
         if start >= plan.steps:
-            raise ValueError(f"the checkpoint is at step {start} already, and steps is {plan.steps}")
-        told.steps = range(start, plan.steps)
-        judged = evaluated_steps(start, plan.steps, plan.evaluations)
-        card_start = _card_nbytes(interface)
+            raise ValueError(f"the checkpoint is at step {start} already: give --steps above that, not {plan.steps}")
+        report.steps = range(start, plan.steps)
+        evaluated = evaluated_steps(start, plan.steps, plan.evaluations)
+        nic_start = _nic_nbytes(interface)
         clock, paused = time.perf_counter(), 0.0
-        for step in told.steps:
-            if step == start + STEADY_AFTER:
-                told.steady_seconds, told.steady = time.perf_counter() - clock - paused, joined.read()
-            loss = plan.task.loss(joined.module, shard.batch(step))
-            loss.backward()  # type: ignore[no-untyped-call]
-            joined.optimizer.step()
-            joined.optimizer.zero_grad()
+        for step in report.steps:
+            if step == start + WARM_UP_STEPS:
+                report.warm_up_seconds, report.warm_up = time.perf_counter() - clock - paused, session.read()
+            loss = plan.task.backward(session.module, shard, step)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
             if schedule is not None:
                 schedule.step()
             done = step + 1
-            if done in judged:
+            if done in evaluated:
                 now = time.perf_counter()
-                told.seconds.append(now - clock - paused)
-                told.readings.append(joined.read())
-                card = _card_nbytes(interface)
-                told.card_nbytes.append(None if card is None or card_start is None else card - card_start)
-                told.losses.append((done, loss.item()))
+                report.seconds.append(now - clock - paused)
+                report.readings.append(session.read())
+                nic = _nic_nbytes(interface)
+                report.nic_nbytes.append(None if nic is None or nic_start is None else nic - nic_start)
+                report.losses.append((done, loss.item()))
                 torch.save(list(model.state_dict().values()), folder / f"{rank}-{done}.pt")
                 paused += time.perf_counter() - now
             if display is not None:
-                display[:] = (done, loss.item(), sum(joined.read().payload_nbytes.values()), plan.steps)
-            if plan.checkpoint and joined.worker and (done == plan.steps or _is_due(done, plan.save_every)):
+                display[:] = (done, loss.item(), sum(session.read().payload_nbytes.values()), plan.steps)
+            if plan.checkpoint and session.worker and (done == plan.steps or _is_due(done, plan.save_every)):
                 now = time.perf_counter()
                 extra = {"plan": plan.identity()}
                 if schedule is not None:
-                    extra["schedule"] = _plain(schedule.state_dict())
-                joined.worker.save(plan.checkpoint, extra)
+                    extra["schedule"] = _without_functions(schedule.state_dict())
+                session.worker.save(plan.checkpoint, extra)
                 paused += time.perf_counter() - now
-    told.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return told
+    report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return report
 
 
 def evaluated_steps(start: int, steps: int, evaluations: int) -> list[int]:
-    """The steps after which the model is judged: evenly spaced, the last one always."""
+    """Returns the steps after which the model is evaluated: evenly spaced, always with the last one.
+
+    Example:
+        >>> evaluated_steps(start=0, steps=100, evaluations=4)
+        [25, 50, 75, 100]
+    """
     number = min(evaluations, steps - start)
     return sorted({start + round((steps - start) * (i + 1) / number) for i in range(number)})
 
@@ -156,13 +189,13 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _plain(schedule: dict[str, Any]) -> dict[str, Any]:
-    """A LambdaLR keeps its functions in its state; they come from the task again."""
+def _without_functions(schedule: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of a LambdaLR without its functions, which cannot be saved; the task provides them again."""
     return schedule | ({"lr_lambdas": [None]} if "lr_lambdas" in schedule else {})
 
 
-def _card_nbytes(interface: str) -> int | None:
-    """Bytes this host's network card has sent; None on loopback, which all workers share."""
+def _nic_nbytes(interface: str) -> int | None:
+    """Returns the bytes sent by this host's network interface; None on loopback, which all workers share."""
     if interface == "lo" or not Path("/proc/self/net/dev").exists():
         return None
     for line in Path("/proc/self/net/dev").read_text().splitlines():
@@ -172,15 +205,16 @@ def _card_nbytes(interface: str) -> int | None:
     return None
 
 
-def _describe(asked: Asked, plan: Plan) -> Record:
+def _new_record(contender: Contender, plan: Plan) -> Record:
+    """Returns a record with the settings of the run and no measurements."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         parameters = sum(p.numel() for p in plan.task.build_model().parameters())
     return Record(
-        name=asked.text,
-        way=asked.name,
-        is_peer=asked.way.is_peer,
-        settings={name: repr(value) for name, value in asked.way.settings().items()},
+        name=contender.label,
+        method=contender.method,
+        is_baseline=contender.strategy.is_baseline,
+        settings={name: repr(value) for name, value in contender.strategy.settings().items()},
         task=plan.task.name,
         task_settings=dataclasses.asdict(plan.task),
         metric=plan.task.metric,
@@ -198,55 +232,57 @@ def _describe(asked: Asked, plan: Plan) -> Record:
     )
 
 
-def _sum_up(record: Record, told: list[Told]) -> None:
-    """Seconds, bytes and memory."""
-    first = told[0]
-    record.seconds = max(worker.seconds[-1] for worker in told)
+def _add_costs(record: Record, reports: list[WorkerReport]) -> None:
+    """Adds seconds, bytes, memory and training loss to the record."""
+    first = reports[0]
+    record.seconds = max(worker.seconds[-1] for worker in reports)
     record.train_loss = [
-        (step, _mean([worker.losses[i][1] for worker in told])) for i, (step, _) in enumerate(first.losses)
+        (step, _mean([worker.losses[i][1] for worker in reports])) for i, (step, _) in enumerate(first.losses)
     ]
     steps = len(first.steps)
-    steady = steps - STEADY_AFTER if steps > STEADY_AFTER else steps
-    seconds = _mean([(worker.seconds[-1] - worker.steady_seconds) / steady for worker in told])
-    last = [worker.readings[-1] for worker in told]
-    record.split = Split(seconds, None, None, None)
-    waits = [(worker.readings[-1].waiting_seconds, worker.steady.waiting_seconds) for worker in told]
-    works = [(worker.readings[-1].method_seconds, worker.steady.method_seconds) for worker in told]
-    if all(end is not None for end, _ in waits + works):
-        waiting = _mean([((end or 0) - (begin or 0)) / steady for end, begin in waits])
-        method = _mean([((end or 0) - (begin or 0)) / steady for end, begin in works]) - waiting
-        record.split = Split(seconds, seconds - waiting - method, waiting, method)
+    steady = steps - WARM_UP_STEPS if steps > WARM_UP_STEPS else steps
+    seconds = _mean([(worker.seconds[-1] - worker.warm_up_seconds) / steady for worker in reports])
+    last = [worker.readings[-1] for worker in reports]
+    record.step_time = StepTime(seconds, None, None, None)
+    waited = [(worker.readings[-1].waiting_seconds, worker.warm_up.waiting_seconds) for worker in reports]
+    in_method = [(worker.readings[-1].method_seconds, worker.warm_up.method_seconds) for worker in reports]
+    if all(end is not None for end, _ in waited + in_method):
+        waiting = _mean([((end or 0) - (begin or 0)) / steady for end, begin in waited])
+        overhead = _mean([((end or 0) - (begin or 0)) / steady for end, begin in in_method]) - waiting
+        record.step_time = StepTime(seconds, seconds - waiting - overhead, waiting, overhead)
     channels = sorted({channel for reading in last for channel in reading.payload_nbytes})
     record.payload_nbytes_per_step = {
         channel: _mean([reading.payload_nbytes.get(channel, 0.0) for reading in last]) / steps for channel in channels
     }
-    cards = [worker.card_nbytes[-1] for worker in told]
-    if all(card is not None for card in cards):
-        record.card_nbytes_per_step = _mean([float(card or 0) for card in cards]) / steps
-    record.peak_memory_nbytes = max(worker.peak_memory_nbytes for worker in told)
+    nics = [worker.nic_nbytes[-1] for worker in reports]
+    if all(nic is not None for nic in nics):
+        record.nic_nbytes_per_step = _mean([float(nic or 0) for nic in nics]) / steps
+    record.peak_memory_nbytes = max(worker.peak_memory_nbytes for worker in reports)
 
 
-def _judge(record: Record, asked: Asked, plan: Plan, told: list[Told], folder: Path) -> None:
-    """Evaluate the mean of all workers' copies, step by step."""
+def _add_evaluations(
+    record: Record, contender: Contender, plan: Plan, reports: list[WorkerReport], folder: Path
+) -> None:
+    """Evaluates the saved copies, averaged over workers if the strategy says so, and adds the points to the record."""
     model = plan.task.build_model()
-    own = model.state_dict()
-    for i, (step, _) in enumerate(told[0].losses):
+    state = model.state_dict()
+    for i, (step, _) in enumerate(reports[0].losses):
         copies: list[list[Tensor]] = [
             torch.load(folder / f"{rank}-{step}.pt", weights_only=True)
-            for rank in range(plan.workers if asked.way.averages else 1)
+            for rank in range(plan.workers if contender.strategy.averages else 1)
         ]
-        for target, *values in zip(own.values(), *copies, strict=True):
-            agreed = torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0]
-            target.copy_(agreed)
-        cards = [worker.card_nbytes[i] for worker in told]
+        for target, *values in zip(state.values(), *copies, strict=True):
+            mean = torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0]
+            target.copy_(mean)
+        nics = [worker.nic_nbytes[i] for worker in reports]
         record.points.append(
             Point(
                 step=step,
-                seconds=max(worker.seconds[i] for worker in told),
-                payload_nbytes=_mean([sum(worker.readings[i].payload_nbytes.values()) for worker in told]),
-                card_nbytes=None if None in cards else _mean([float(card or 0) for card in cards]),
+                seconds=max(worker.seconds[i] for worker in reports),
+                payload_nbytes=_mean([sum(worker.readings[i].payload_nbytes.values()) for worker in reports]),
+                nic_nbytes=None if None in nics else _mean([float(nic or 0) for nic in nics]),
                 values=plan.task.evaluate(model),
-                method=told[0].readings[i].metrics,
+                method_metrics=reports[0].readings[i].metrics,
             )
         )
 

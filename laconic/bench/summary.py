@@ -1,4 +1,4 @@
-"""The seeds of each way taken together: means, spreads, time to a target, and curves."""
+"""Summarises the seeds of each contender: means, standard deviations, cost to a target, and curves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from laconic.bench.record import Point, Record, Split
+from laconic.bench.record import Point, Record, StepTime
 
 MAX_CURVE_POINTS = 240  # more than a chart has room for
 LOSS_WINDOWS = 100
@@ -15,7 +15,7 @@ LOSS_WINDOWS = 100
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean over seeds, and their sample standard deviation (None for one seed)."""
+    """The mean over seeds, and the sample standard deviation (None for one seed)."""
 
     mean: float
     deviation: float | None
@@ -23,7 +23,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Curve:
-    """Some quantity at each step: the mean over seeds, the lowest and the highest seed."""
+    """A quantity by step: the mean over seeds, the lowest and the highest seed."""
 
     steps: list[int]
     mean: list[float]
@@ -33,7 +33,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class ToTarget:
-    """What the target cost, mean over the seeds that reached it."""
+    """The cost of reaching the target, mean over the seeds that reached it.
+
+    Args:
+        seconds: Training time.
+        payload_nbytes: Bytes sent by one worker.
+        step: The number of steps.
+        reached: The number of seeds that reached the target.
+        seeds: The number of all seeds.
+    """
 
     seconds: float
     payload_nbytes: float
@@ -48,19 +56,19 @@ class ToTarget:
 
 @dataclass(frozen=True)
 class Summary:
-    """All runs of one name. Figures are over those that ended well."""
+    """All runs of one contender. Figures are over the runs that did not fail."""
 
     name: str
     runs: list[Record]
     failed: list[Record]
 
     @property
-    def way(self) -> str:
-        return (self.runs or self.failed)[0].way
+    def method(self) -> str:
+        return (self.runs or self.failed)[0].method
 
     @property
-    def is_peer(self) -> bool:
-        return (self.runs or self.failed)[0].is_peer
+    def is_baseline(self) -> bool:
+        return (self.runs or self.failed)[0].is_baseline
 
     @property
     def final(self) -> Spread | None:
@@ -71,35 +79,36 @@ class Summary:
         return mean(record.seconds for record in self.runs)
 
     @property
-    def split(self) -> Split | None:
-        splits = [record.split for record in self.runs if record.split is not None]
-        step = mean(split.step for split in splits)
-        if step is None:
+    def step_time(self) -> StepTime | None:
+        times = [record.step_time for record in self.runs if record.step_time is not None]
+        total = mean(time.total for time in times)
+        if total is None:
             return None
-        return Split(
-            step,
-            compute=mean_if_all(split.compute for split in splits),
-            waiting=mean_if_all(split.waiting for split in splits),
-            method=mean_if_all(split.method for split in splits),
+        return StepTime(
+            total,
+            compute=mean_if_all(time.compute for time in times),
+            waiting=mean_if_all(time.waiting for time in times),
+            overhead=mean_if_all(time.overhead for time in times),
         )
 
     @property
     def payload_nbytes_per_step(self) -> dict[str, float]:
-        """By channel, foreground first."""
+        """Returns the payload bytes per step by channel, foreground first."""
         channels = {channel for record in self.runs for channel in record.payload_nbytes_per_step}
         ordered = sorted(channels, key=lambda channel: (channel != "foreground", channel))
         total = {channel: sum(r.payload_nbytes_per_step.get(channel, 0.0) for r in self.runs) for channel in ordered}
         return {channel: nbytes / len(self.runs) for channel, nbytes in total.items()}
 
     @property
-    def card_nbytes_per_step(self) -> float | None:
-        return mean_if_all(record.card_nbytes_per_step for record in self.runs)
+    def nic_nbytes_per_step(self) -> float | None:
+        return mean_if_all(record.nic_nbytes_per_step for record in self.runs)
 
     @property
     def peak_memory_nbytes(self) -> int | None:
         return max((record.peak_memory_nbytes for record in self.runs), default=0) or None
 
     def to_target(self, target: float) -> ToTarget | None:
+        """Returns the cost of the first evaluation at the target, or None if no seed reaches it."""
         points = [point for record in self.runs if (point := record.first_at(target))]
         if not points:
             return None
@@ -112,22 +121,22 @@ class Summary:
         )
 
     def curve(self, quantity: Callable[[Point], float | None]) -> Curve:
-        """The quantity at the evaluations that all seeds made."""
+        """Returns a quantity at the steps that all seeds evaluated."""
         return curve_of([[(p.step, quantity(p)) for p in record.points] for record in self.runs])
 
     def method_curves(self) -> dict[str, Curve]:
-        """The method's own metrics, by name."""
-        keys = dict.fromkeys(key for record in self.runs for point in record.points for key in point.method)
-        curves = {key: self.curve(partial(_own_metric, key)) for key in keys}
+        """Returns the curves of the method's own metrics, by name."""
+        keys = dict.fromkeys(key for record in self.runs for point in record.points for key in point.method_metrics)
+        curves = {key: self.curve(partial(_method_metric, key)) for key in keys}
         return {key: curve for key, curve in curves.items() if curve.steps}
 
     def loss_curve(self) -> Curve:
-        """The training loss, each run smoothed by the means of equal windows of steps."""
-        return curve_of([windowed(record.train_loss) for record in self.runs])
+        """Returns the training loss, smoothed by averaging over windows of equal length."""
+        return curve_of([window_means(record.train_loss) for record in self.runs])
 
 
 def summarize(records: Sequence[Record]) -> list[Summary]:
-    """One summary a name, in the order in which the names were run."""
+    """Returns one summary per contender, in the order of the runs."""
     names = dict.fromkeys(record.name for record in records)
     return [
         Summary(
@@ -139,17 +148,18 @@ def summarize(records: Sequence[Record]) -> list[Summary]:
     ]
 
 
-def _own_metric(key: str, point: Point) -> float | None:
-    return point.method.get(key)
+def _method_metric(key: str, point: Point) -> float | None:
+    return point.method_metrics.get(key)
 
 
 def mean(values: Iterable[float]) -> float | None:
+    """Returns the mean, or None if there are no values."""
     known = list(values)
     return sum(known) / len(known) if known else None
 
 
 def mean_if_all(values: Iterable[float | None]) -> float | None:
-    """None when one is unknown: a mean over some seeds would not add up with those over all."""
+    """Returns the mean, or None if one value is None: a mean over some seeds is not comparable with one over all."""
     known: list[float] = []
     for value in values:
         if value is None:
@@ -159,6 +169,12 @@ def mean_if_all(values: Iterable[float | None]) -> float | None:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
+    """Returns mean and sample standard deviation of the values that are not None.
+
+    Example:
+        >>> spread([1.0, 2.0, 3.0])
+        Spread(mean=2.0, deviation=1.0)
+    """
     known = [value for value in values if value is not None]
     middle = mean(known)
     if middle is None:
@@ -169,10 +185,14 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def curve_of(seeds: Sequence[Sequence[tuple[int, float | None]]]) -> Curve:
-    """Over the steps known for all seeds: past them, the mean would jump whenever a seed ends."""
+    """Returns the curve over the steps that all seeds have. Elsewhere the mean would jump when a seed ends.
+
+    Args:
+        seeds: For each seed, pairs of step and value.
+    """
     known = [{step: value for step, value in points if value is not None} for points in seeds]
     steps = sorted(set.intersection(*map(set, known))) if known else []
-    steps = thinned(steps)
+    steps = thin_out(steps)
     columns = [[values[step] for values in known] for step in steps]
     return Curve(
         steps,
@@ -182,16 +202,16 @@ def curve_of(seeds: Sequence[Sequence[tuple[int, float | None]]]) -> Curve:
     )
 
 
-def thinned(steps: list[int]) -> list[int]:
-    """Evenly fewer, with the first and the last."""
+def thin_out(steps: list[int]) -> list[int]:
+    """Returns at most MAX_CURVE_POINTS of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= MAX_CURVE_POINTS:
         return steps
     last = len(steps) - 1
     return [steps[round(i * last / (MAX_CURVE_POINTS - 1))] for i in range(MAX_CURVE_POINTS)]
 
 
-def windowed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Means over equal numbers of points, each at its last step."""
+def window_means(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns the means over at most LOSS_WINDOWS windows of equal length, each at the last step of its window."""
     width = math.ceil(len(points) / LOSS_WINDOWS) or 1
     windows = [points[i : i + width] for i in range(0, len(points), width)]
     return [(window[-1][0], sum(loss for _, loss in window) / len(window)) for window in windows]

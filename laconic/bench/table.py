@@ -1,4 +1,4 @@
-"""The result of a comparison as a table, for the terminal."""
+"""Shows the result of a comparison as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from laconic.bench.units import ABSENT, link_text, metric_text, nbytes_text, num
 
 
 def table(records: Sequence[Record], target: float | None) -> Table:
-    """One row for each way: means over seeds, with the spread (standard deviation) of the metric."""
+    """Returns a table with one row per contender: means over seeds, and the standard deviation of the metric.
+
+    Args:
+        records: The runs of the comparison.
+        target: A value of the metric; if given, the table has a column with the time to reach it.
+    """
     summaries = summarize(records)
     metric = records[0].metric
-    ddp = next((s.split for s in summaries if s.way == "ddp" and s.split is not None), None)
+    ddp = next((s.step_time for s in summaries if s.method == "ddp" and s.step_time is not None), None)
     result = Table(title=_title(records))
     result.add_column("method", no_wrap=True)
-    headers = ["ms a step", "compute", "waiting", "own work", "payload a step", "on the wire", metric]
+    headers = ["ms/step", "compute", "waiting", "overhead", "payload/step", "NIC bytes/step", metric]
     if target is not None:
         headers.insert(0, f"time to {metric_text(metric, target)}")
     if ddp is not None:
-        headers.append("× DDP a step")
+        headers.append("speed-up per step")
     for header in headers:
         result.add_column(header, justify="right")
     for summary in summaries:
-        if summary.split is None:
+        if summary.step_time is None:
             continue
-        cells = [*_milliseconds(summary), _payload(summary), nbytes_text(summary.card_nbytes_per_step), _final(summary)]
+        cells = [*_milliseconds(summary), _payload(summary), nbytes_text(summary.nic_nbytes_per_step), _final(summary)]
         if target is not None:
             cells.insert(0, _time_to(summary, target))
         if ddp is not None:
-            cells.append(number_text(ddp.step / summary.split.step))
+            cells.append(number_text(ddp.total / summary.step_time.total))
         result.add_row(summary.name, *cells)
     for record in (record for summary in summaries for record in summary.failed):
         result.add_row(f"{record.name} (seed {record.seed})", f"failed: {record.reason.strip().splitlines()[-1]}")
@@ -50,8 +55,9 @@ def _title(records: Sequence[Record]) -> str:
 
 
 def _milliseconds(summary: Summary) -> list[str]:
-    assert summary.split is not None
-    parts = (summary.split.step, summary.split.compute, summary.split.waiting, summary.split.method)
+    time = summary.step_time
+    assert time is not None
+    parts = (time.total, time.compute, time.waiting, time.overhead)
     return [ABSENT if part is None else f"{1e3 * part:.1f}" for part in parts]
 
 
@@ -66,8 +72,8 @@ def _final(summary: Summary) -> str:
     final, metric = summary.final, summary.runs[0].metric
     if final is None:
         return ABSENT
-    around = "" if final.deviation is None else f" ± {metric_text(metric, final.deviation, digits=2)}"
-    return metric_text(metric, final.mean) + around
+    deviation = "" if final.deviation is None else f" ± {metric_text(metric, final.deviation, digits=2)}"
+    return metric_text(metric, final.mean) + deviation
 
 
 def _time_to(summary: Summary, target: float) -> str:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: 34.1 ms, 11.2 MB, 100 Mbit/s, 85 %."""
+"""Formats numbers with units for people: 34.1 ms, 11.2 MB, 100 Mbit/s, 85 %."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ _RATES = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """At most so many significant digits, no trailing zeros, no exponent where a person would write none."""
+    """Formats a number with at most `digits` significant digits, and an exponent only below 1e-4 or from 1e7 on.
+
+    Example:
+        >>> number_text(1234567), number_text(0.00001234)
+        ('1,234,567', '1.23e-5')
+    """
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
@@ -24,6 +29,12 @@ def number_text(value: float, digits: int = 3) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
+    """Formats a duration in µs, ms, s, minutes or hours.
+
+    Example:
+        >>> seconds_text(0.0341), seconds_text(620)
+        ('34.1 ms', '10 min 20 s')
+    """
     if seconds is None:
         return ABSENT
     if not math.isfinite(seconds) or seconds == 0:
@@ -42,7 +53,12 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def nbytes_text(nbytes: float | None) -> str:
-    """Powers of 1000, as networks are rated."""
+    """Formats a number of bytes, in powers of 1000, like network rates.
+
+    Example:
+        >>> nbytes_text(11_200_000)
+        '11.2 MB'
+    """
     if nbytes is None:
         return ABSENT
     for unit in ("B", "kB", "MB", "GB"):
@@ -53,12 +69,12 @@ def nbytes_text(nbytes: float | None) -> str:
 
 
 def is_share(metric: str) -> bool:
-    """Whether the metric is a part of 1, shown in per cent."""
+    """Returns whether the metric is a fraction of 1, which is shown in per cent."""
     return metric == "accuracy"
 
 
 def metric_text(metric: str, value: float | None, digits: int = 3) -> str:
-    """The value alone, for under a heading that names the metric."""
+    """Formats a value without the metric's name, for example below a heading that names it."""
     if value is None:
         return ABSENT
     if is_share(metric) and math.isfinite(value):
@@ -67,7 +83,7 @@ def metric_text(metric: str, value: float | None, digits: int = 3) -> str:
 
 
 def named_metric_text(metric: str, value: float) -> str:
-    """The value in a sentence: `85 %`, `BLEU 27.3`, `an excess loss of 0.01`."""
+    """Formats a value for a sentence: `85 %`, `BLEU 27.3`, `an excess loss of 0.01`."""
     text = metric_text(metric, value)
     if is_share(metric):
         return text
@@ -78,17 +94,23 @@ def named_metric_text(metric: str, value: float) -> str:
 
 
 def labelled_metric_text(metric: str, value: float) -> str:
-    """The value in a label: `85 %`, `loss 0.6`."""
+    """Formats a value for a label: `85 %`, `loss 0.6`."""
     text = metric_text(metric, value)
     return text if is_share(metric) else f"{metric_name(metric)} {text}"
 
 
 def metric_name(metric: str) -> str:
+    """Returns the metric's name for people: `BLEU`, `excess loss`."""
     return "BLEU" if metric == "bleu" else metric.replace("_", " ")
 
 
 def link_text(link: str) -> str:
-    """`100mbit,10mbit+20ms+1%` as `100 Mbit/s, 10 Mbit/s with 20 ms delay and 1 % loss`; equal links once."""
+    """Formats the links of all hosts; equal links are written once.
+
+    Example:
+        >>> link_text("100mbit,10mbit+20ms+1%")
+        '100 Mbit/s, 10 Mbit/s with 20 ms delay and 1 % loss'
+    """
     if link == "none":
         return "loopback"
     parts = [_one_link_text(part.strip()) for part in link.split(",")]

@@ -1,4 +1,4 @@
-"""A network of hosts with slow links inside one machine: network namespaces on a bridge, shaped by the kernel."""
+"""Emulates hosts with slow links inside one machine: network namespaces on a bridge, shaped by the Linux kernel."""
 
 from laconic.emulate.links import Link as Link
 from laconic.emulate.links import parse_links as parse_links

@@ -1,8 +1,11 @@
-"""The process that makes an emulated network and keeps it alive; when it ends, the kernel removes all of it.
+"""The process that creates an emulated network and keeps it alive. When it ends, the kernel removes the network.
 
-It is run by its path, not as a module of the package, so that it starts without torch. Nothing is ever made in the
-machine's own network namespace: switch and hosts are namespaces without a name, which only this process's handles keep.
-One line of JSON on the standard input describes the network, each further line asks for the counters; each gets a line.
+It is run by its file path, not as a module of the package, so that it starts without importing torch. It creates
+nothing in the machine's own network namespace: switch and hosts are unnamed namespaces, which exist only as long as
+this process holds them open.
+
+Protocol: the first line of JSON on standard input describes the network; each further line requests the counters. Each
+line gets one line of JSON as reply.
 """
 
 import ctypes
@@ -21,7 +24,7 @@ _NETEM_HANDLE = 0x20000
 
 
 class CannotEmulateError(Exception):
-    """Something this machine lacks; the message is for the user."""
+    """Raised when this machine lacks something. The message is shown to the user."""
 
 
 def unshare(flags: int) -> None:
@@ -42,28 +45,33 @@ def _check(result: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def become_able_to_make_networks() -> bool:
-    """Make a user namespace, where this process is not privileged without; say whether it was needed."""
+def acquire_network_privileges() -> bool:
+    """Enters a new user namespace if this process may not create network namespaces otherwise.
+
+    Returns:
+        Whether a user namespace was needed.
+    """
     try:
         unshare(CLONE_NEWNET)
     except PermissionError:
         pass
     except OSError as error:
-        raise CannotEmulateError(f"the kernel makes no further network namespace ({error.strerror})") from error
+        raise CannotEmulateError(f"the kernel cannot create another network namespace ({error.strerror})") from error
     else:
         return False
     uid, gid = os.geteuid(), os.getegid()
     try:
         unshare(CLONE_NEWUSER)
-        _write("/proc/self/setgroups", "deny")  # else the kernel refuses the map of groups
+        _write("/proc/self/setgroups", "deny")  # otherwise the kernel rejects the gid_map
         _write("/proc/self/uid_map", f"{uid} {uid} 1")
         _write("/proc/self/gid_map", f"{gid} {gid} 1")
         unshare(CLONE_NEWNET)
     except OSError as error:
         raise CannotEmulateError(
-            f"this user may make no network namespace, neither directly nor in a user namespace ({error.strerror}); "
-            "an administrator can allow it (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-            "kernel.apparmor_restrict_unprivileged_userns; in a container, --privileged), or run it as root"
+            "this user is not allowed to create a network namespace, neither directly nor in a user namespace "
+            f"({error.strerror}); an administrator can allow it (sysctl user.max_user_namespaces, "
+            "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a container, "
+            "--privileged), or run it as root"
         ) from error
     return True
 
@@ -79,7 +87,7 @@ def _new_namespace() -> int:
 
 
 class Fabric:
-    """The switch, the hosts, and a netlink socket in each."""
+    """The switch and the hosts, with a netlink socket in each namespace."""
 
     def __init__(self, links: list[dict[str, Any]]) -> None:
         from pyroute2 import IPRoute
@@ -118,9 +126,9 @@ class Fabric:
             _up(netlink, device)
 
     def counters(self) -> list[tuple[int, int]]:
-        """Bytes sent and received by each host, as its shapers let them through: whole frames, each counted once.
+        """Returns the bytes sent and received by each host, counted by its shapers as whole frames.
 
-        The device's own counters would take several frames of TCP, handed over as one, for a single frame.
+        The counters of the devices would count a TCP segment of several frames as a single frame.
         """
         received = _shaped_nbytes(self.switch)
         sent = [sum(_shaped_nbytes(host).values()) for host in self.hosts]
@@ -128,7 +136,7 @@ class Fabric:
 
 
 def _up(netlink: Any, device: int) -> None:
-    # No link-local IPv6 address: its announcements would be traffic, and counted, that nobody asked for.
+    # Without a link-local IPv6 address there are no neighbour announcements, which the counters would include.
     if os.path.exists("/proc/net/if_inet6"):
         mode = {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _ADDR_GEN_MODE_NONE]]}
         netlink.link("set", index=device, IFLA_AF_SPEC={"attrs": [["AF_INET6", mode]]})
@@ -147,7 +155,7 @@ def _shape(netlink: Any, device: int, link: dict[str, Any]) -> None:
         except NetlinkError as error:
             if error.code == errno.ENOENT:
                 raise CannotEmulateError(
-                    "this kernel has no netem (CONFIG_NET_SCH_NETEM), which delay and loss need: give the rate alone"
+                    "this kernel has no netem (CONFIG_NET_SCH_NETEM), which delay and loss need: give only a rate"
                 ) from error
             raise
         parent = _NETEM_HANDLE + 1
@@ -160,30 +168,30 @@ def _shaped_nbytes(netlink: Any) -> dict[int, int]:
     return {shaper["index"]: shaper.get("stats2").get("TCA_STATS_BASIC")["bytes"] for shaper in shapers}
 
 
-def _make(links: list[dict[str, Any]]) -> tuple[Fabric, dict[str, Any]]:
+def _create(links: list[dict[str, Any]]) -> tuple[Fabric, dict[str, Any]]:
     try:
         from pyroute2.netlink.exceptions import NetlinkError
     except ImportError as error:
         raise CannotEmulateError("pyroute2 is not installed: pip install 'laconic[bench]'") from error
-    in_user_namespace = become_able_to_make_networks()
+    in_user_namespace = acquire_network_privileges()
     try:
         fabric = Fabric(links)
     except (OSError, NetlinkError) as error:
-        raise CannotEmulateError(f"the kernel refused the emulated network: {error}") from error
+        raise CannotEmulateError(f"the kernel rejected the emulated network: {error}") from error
     user = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC) if in_user_namespace else None
     return fabric, {"namespaces": fabric.namespaces, "user": user}
 
 
 def _watch(parent: int) -> int:
-    """A descriptor that becomes readable when the parent ends.
+    """Returns a descriptor that becomes readable when the parent process ends.
 
-    The end of the input does not tell: a forked child of the parent may have inherited the other end of the pipe. Nor
-    does the signal on a parent's death: it comes when the thread that started this process ends.
+    End-of-file on standard input is not enough: a forked child of the parent may hold the other end of the pipe open.
+    PR_SET_PDEATHSIG is not enough either: it fires when the thread that started this process ends.
     """
     try:
         watched = os.pidfd_open(parent)
     except OSError as error:
-        raise CannotEmulateError(f"the kernel does not let a process watch another (pidfd_open: {error})") from error
+        raise CannotEmulateError(f"the kernel does not support watching a process (pidfd_open: {error})") from error
     if os.getppid() != parent:
         sys.exit("the parent has ended already")
     return watched
@@ -195,9 +203,10 @@ def _reply(message: Any) -> None:
 
 
 def main(parent: int) -> None:
+    """Creates the network and answers requests until the parent process ends."""
     try:
         watched = _watch(parent)
-        fabric, description = _make(json.loads(sys.stdin.buffer.readline()))
+        fabric, description = _create(json.loads(sys.stdin.buffer.readline()))
     except CannotEmulateError as error:
         _reply({"error": str(error)})
         return

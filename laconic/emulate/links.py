@@ -1,4 +1,4 @@
-"""What a link can do, how a user writes it (`100mbit`, `10mbit+20ms+1%`), and what its shaper's buckets hold."""
+"""Describes links: rate, delay and loss, their text form (`100mbit`, `10mbit+20ms+1%`), and the shaper's parameters."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from math import ceil
 
 MAX_HOSTS = 64
 FRAME_NBYTES = 1514  # a full Ethernet frame, as the shaper counts it
-PAYLOAD_NBYTES = 1448  # and what TCP carries in it
+PAYLOAD_NBYTES = 1448  # the TCP payload of a full frame
 
 _GRAMMAR = "RATE[+DELAY][+LOSS], as in 100mbit, 2.5gbit or 10mbit+20ms+1%"
 _PATTERN = re.compile(
@@ -20,9 +20,17 @@ _SECONDS = {"ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Link:
-    """One host's cable to the switch: the same rate, delay and loss in each direction.
+    """The cable between a host and the switch, with the same rate, delay and loss in each direction.
 
-    The rate is what one TCP transfer gets, as a speed test would show it; with headers 4.6 % more pass on the wire.
+    Args:
+        bits_per_second: The goodput of one TCP transfer, as a speed test measures it. With headers, 4.6 % more bits
+            pass the link.
+        delay_seconds: The delay of each frame.
+        loss: The fraction of frames that are lost.
+
+    Example:
+        >>> Link(100_000_000).frame_bytes_per_second  # 12.5 MB/s plus headers
+        13069751
     """
 
     bits_per_second: int
@@ -43,32 +51,38 @@ class Link:
 
     @property
     def frame_bytes_per_second(self) -> int:
-        """The rate with all headers, as the shaper counts it."""
+        """The rate in bytes per second with all headers, as the shaper counts it."""
         return round(self.bits_per_second / 8 * FRAME_NBYTES / PAYLOAD_NBYTES)
 
     @property
     def burst_nbytes(self) -> int:
-        """What may pass at once after a pause: a millisecond's worth, to bridge the kernel's late timers.
+        """The bytes that may pass unshaped after a pause: 1 ms at full rate, because the kernel's timers may be late.
 
-        A message shorter than this is not slowed at all, so no more than the timers need.
+        Messages shorter than this are not slowed down at all, so it is no larger than the timers need.
         """
         return max(2 * FRAME_NBYTES, self._nbytes_in(1e-3))
 
     @property
     def queue_nbytes(self) -> int:
-        """What may wait before frames are dropped: 25 ms, but enough frames for a few senders to start at once."""
+        """The bytes that may queue before frames are dropped: 25 ms at full rate, but at least 64 frames.
+
+        With fewer frames, several senders that start at once would lose most of their first window.
+        """
         return max(64 * FRAME_NBYTES, self._nbytes_in(25e-3))
 
     @property
     def frames_per_segment(self) -> int:
-        """How many frames TCP may hand over as one: more spare the processor, but wait, and are lost, together."""
+        """The number of frames that TCP may pass on as one segment.
+
+        Larger segments cost less CPU time, but all frames of a segment wait, and are lost, together.
+        """
         if self.loss > 0:
             return 1
-        return max(1, min(43, self.burst_nbytes // (2 * FRAME_NBYTES)))  # 43 frames are the kernel's usual 64 KiB
+        return max(1, min(43, self.burst_nbytes // (2 * FRAME_NBYTES)))  # 43 frames are 64 KiB, the kernel's default
 
     @property
     def delayed_frames(self) -> int:
-        """What the delay line holds at the full rate, with small frames in mind."""
+        """The capacity of the delay queue in frames: four times the full rate, because frames may be small."""
         return 1000 + 4 * ceil(self._nbytes_in(self.delay_seconds) / FRAME_NBYTES)
 
     def _nbytes_in(self, seconds: float) -> int:
@@ -76,6 +90,15 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
+    """Returns the link that `RATE[+DELAY][+LOSS]` describes.
+
+    Raises:
+        ValueError: The text does not have this form, or a value is out of range.
+
+    Example:
+        >>> parse_link("10mbit+20ms+1%")
+        Link(bits_per_second=10000000, delay_seconds=0.02, loss=0.01)
+    """
     match = _PATTERN.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(f"a link must be written {_GRAMMAR}, not {text!r}")
@@ -90,18 +113,31 @@ def parse_link(text: str) -> Link:
 
 
 def parse_links(text: str, workers: int) -> list[Link]:
-    """One link for all workers (`100mbit`) or one for each, in the order of ranks (`100mbit,100mbit,10mbit,1gbit`)."""
+    """Returns one link per worker.
+
+    Args:
+        text: One link for all workers (`100mbit`), or one per worker in the order of ranks, separated by commas.
+        workers: The number of workers.
+
+    Raises:
+        ValueError: A link is not valid, or the number of links is neither 1 nor `workers`.
+
+    Example:
+        >>> [link.bits_per_second for link in parse_links("100mbit,1gbit", workers=2)]
+        [100000000, 1000000000]
+    """
     check_count(workers, "workers on an emulated network")
     links = [parse_link(part) for part in text.split(",")]
     if len(links) == 1:
         return links * workers
     if len(links) != workers:
         raise ValueError(
-            f"links must be one for all or one for each of the {workers} workers, not {len(links)}: {text!r}"
+            f"give one link for all workers, or one for each of the {workers} workers, not {len(links)}: {text!r}"
         )
     return links
 
 
 def check_count(count: int, what: str) -> None:
+    """Raises ValueError unless `count` is between 1 and MAX_HOSTS."""
     if not 1 <= count <= MAX_HOSTS:
         raise ValueError(f"{what} must be between 1 and {MAX_HOSTS}, not {count}")

@@ -1,4 +1,4 @@
-"""An emulated network as its user sees it: hosts to move a process into, and the bytes that each has carried."""
+"""The public interface of emulated networks: hosts that a process can enter, and byte counters."""
 
 import json
 import os
@@ -15,25 +15,34 @@ from laconic.emulate.links import Link, check_count
 
 
 class EmulationError(RuntimeError):
-    """This machine cannot emulate the network that was asked for, or a process cannot enter it."""
+    """Raised when this machine cannot emulate the requested network, or a process cannot enter it."""
 
 
-def _cannot(why: str) -> EmulationError:
-    return EmulationError(f"cannot emulate a network: {why}. To go without emulation: --link none")
+def _cannot_emulate(why: str) -> EmulationError:
+    return EmulationError(f"cannot emulate a network: {why}. To run without emulation: --link none")
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """A namespace that another process holds, by path; the inode tells it from what may be there later."""
+    """A kernel namespace that another process holds open.
+
+    The inode identifies it: after the other process has ended, the path may refer to something else.
+    """
 
     path: str
     inode: int
 
     @classmethod
     def at(cls, path: str) -> Self:
+        """Returns the namespace that the path refers to now."""
         return cls(path, os.stat(path).st_ino)
 
     def join(self, kind: int) -> None:
+        """Moves the calling thread into the namespace.
+
+        Args:
+            kind: CLONE_NEWNET or CLONE_NEWUSER.
+        """
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -48,7 +57,14 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Host:
-    """One host. It can be pickled, and entered by any process of the same user while the network is open."""
+    """A host of an emulated network. It can be pickled, and entered by processes of the same user while it is open.
+
+    Args:
+        address: Its IP address.
+        interface: The name of its network interface.
+        network_namespace: Its network namespace.
+        user_namespace: The user namespace that owns the network; None if root created it.
+    """
 
     address: str
     interface: str
@@ -56,24 +72,35 @@ class Host:
     user_namespace: Namespace | None
 
     def enter(self) -> None:
-        """Move this process, and the children it will have, into the host. There is no way back.
+        """Moves this process and its future children into the host, permanently.
 
-        The kernel moves only the calling thread, so a process must enter before it starts others.
+        The kernel moves only the calling thread, so a process must enter before it starts other threads.
+
+        Raises:
+            EmulationError: The process has several threads, or the network is closed.
         """
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise EmulationError(f"a process must enter a host before it starts threads, not with {threads} running")
-        # The kernel refuses to join the user namespace that one is already in: a process that comes from another host.
+        # A process that comes from another host is in this user namespace already; joining it again would fail.
         if self.user_namespace and os.stat("/proc/self/ns/user").st_ino != self.user_namespace.inode:
             self.user_namespace.join(holder.CLONE_NEWUSER)
         self.network_namespace.join(holder.CLONE_NEWNET)
 
 
 class Network:
-    """Hosts on one switch, each behind its own link; made on entering the `with` block and gone after it.
+    """Emulates hosts on one switch, each behind its own link, for the duration of a `with` block.
 
-    There is no route out of it, and nothing of it in the machine's own network. It ends with this process, however
-    that ends; processes that have entered a host keep that host, cut off, until they end too.
+    The network has no route to the outside, and adds nothing to the machine's own network. It is removed when this
+    process ends, even if it is killed. Processes that have entered a host stay in it, disconnected, until they end.
+
+    Args:
+        links: One per host.
+
+    Example:
+        >>> with Network(parse_links("100mbit", workers=4)) as network:  # doctest: +SKIP
+        ...     print([host.address for host in network.hosts])
+        ['10.77.0.1', '10.77.0.2', '10.77.0.3', '10.77.0.4']
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
@@ -86,12 +113,12 @@ class Network:
 
     def __enter__(self) -> Self:
         if self._holder is not None:
-            raise RuntimeError("this network is open already")
+            raise RuntimeError("this network is open already: use one `with` block per Network")
         if sys.platform != "linux":
-            raise _cannot(f"that needs the network namespaces of Linux, and this is {sys.platform}")
+            raise _cannot_emulate(f"it needs the network namespaces of Linux, and this is {sys.platform}")
         self._owner = os.getpid()
-        # Its own session, so that Ctrl-C in the terminal does not end it before its users. -P: laconic/emulate is no
-        # place to import from.
+        # A session of its own, so that Ctrl-C in the terminal does not end it before the workers. -P keeps Python from
+        # importing other modules from laconic/emulate by accident.
         self._holder = subprocess.Popen(
             [sys.executable, "-P", holder.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -107,14 +134,14 @@ class Network:
 
     def _make_hosts(self, holder_pid: int) -> list[Host]:
         addresses = [f"10.77.0.{index}" for index in range(1, len(self.links) + 1)]
-        made = self._ask([_describe(*pair) for pair in zip(self.links, addresses, strict=True)])
-        if "error" in made:
-            raise _cannot(made["error"])
+        reply = self._request([_describe(*pair) for pair in zip(self.links, addresses, strict=True)])
+        if "error" in reply:
+            raise _cannot_emulate(reply["error"])
         held = f"/proc/{holder_pid}/fd"
-        user = None if made["user"] is None else Namespace.at(f"{held}/{made['user']}")
+        user = None if reply["user"] is None else Namespace.at(f"{held}/{reply['user']}")
         return [
             Host(address, "eth0", Namespace.at(f"{held}/{descriptor}"), user)
-            for address, descriptor in zip(addresses, made["namespaces"], strict=True)
+            for address, descriptor in zip(addresses, reply["namespaces"], strict=True)
         ]
 
     def __exit__(
@@ -123,17 +150,18 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        if self._holder is None or self._owner != os.getpid():  # a forked child leaves its parent's network alone
+        """Removes the network. Does nothing in a forked child, or if the network is closed already."""
+        if self._holder is None or self._owner != os.getpid():
             return
-        self._holder.kill()  # it has nothing to tidy up: the kernel removes namespaces that nobody holds
+        self._holder.kill()  # the kernel removes namespaces that no process holds, so there is nothing else to clean up
         self._holder.communicate()
         self._holder = None
 
     def counters(self) -> list[tuple[int, int]]:
-        """Bytes sent and received by each host since the start, in Ethernet frames, as the shapers count them."""
-        return [(sent, received) for sent, received in self._ask("counters")]
+        """Returns the bytes sent and received by each host since the start, as whole Ethernet frames."""
+        return [(sent, received) for sent, received in self._request("counters")]
 
-    def _ask(self, request: Any) -> Any:
+    def _request(self, request: Any) -> Any:
         with self._lock:
             if self._holder is None:
                 raise EmulationError("the emulated network is closed")
@@ -145,17 +173,18 @@ class Network:
                 reply = self._holder.stdout.readline()
             except BrokenPipeError:
                 reply = b""
-            except BaseException:  # an interrupt: half a conversation cannot be continued
+            except BaseException:  # an interrupt between request and reply would mix up later replies
                 self.close()
                 raise
             if not reply:
                 status = self._holder.wait()
                 self.close()
-                raise _cannot(f"the process that holds it ended by itself, with status {status}")
+                raise _cannot_emulate(f"the process that holds it ended unexpectedly, with status {status}")
             return json.loads(reply)
 
 
 def _describe(link: Link, address: str) -> dict[str, Any]:
+    """Returns what the holder process needs to know about a link."""
     return {
         "address": address,
         "prefix": 24,

@@ -1,4 +1,4 @@
-"""The tasks that comparisons train: `find_task(name)` gives the class, whose fields are its settings."""
+"""Training tasks for comparisons. `find_task(name)` returns a task's class; its fields are the task's settings."""
 
 from laconic.tasks.cifar10 import Cifar10
 from laconic.tasks.data import DATASETS, DatasetError, fetch

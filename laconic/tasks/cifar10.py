@@ -1,4 +1,4 @@
-"""`cifar10`: CIFAR-10 (Krizhevsky 2009), 60,000 photographs, 32 × 32 in colour, ten classes."""
+"""The task `cifar10`: CIFAR-10 (Krizhevsky 2009), 60,000 colour photographs of 32 × 32 pixels in ten classes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from laconic.tasks.classification import Classification, Split, split
+from laconic.tasks.classification import Classification, Split, split_arrays
 from laconic.tasks.data import images
-from laconic.tasks.task import require
+from laconic.tasks.task import require_choice
 from laconic.tasks.vision import resnet
 
 MODELS = ("resnet8", "resnet20")
-BORDER = 4
+PADDING = 4
 
 
 @dataclass(frozen=True)
 class Cifar10(Classification):
-    """`resnet20` (0.27 M parameters) or, for slow machines, `resnet8` (0.08 M); both have BatchNorm.
+    """Trains a ResNet with BatchNorm.
 
-    `subset` takes the first 800 training and 200 test images of each class; `augment` shifts and mirrors at random.
+    Args:
+        model: "resnet20" (0.27 M parameters) or, for slow machines, "resnet8" (0.08 M).
+        subset: Use only the first 800 training and 200 test images of each class.
+        augment: Shift and mirror training images at random.
     """
 
     name: ClassVar[str] = "cifar10"
@@ -41,24 +44,24 @@ class Cifar10(Classification):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("model", self.model, MODELS)
+        require_choice("model", self.model, MODELS)
 
     def build_model(self) -> nn.Module:
         return resnet(blocks=1 if self.model == "resnet8" else 3, width=16)
 
     def images(self) -> Split:
-        return split((images.CIFAR10_SUBSET if self.subset else images.CIFAR10).arrays())
+        return split_arrays((images.CIFAR10_SUBSET if self.subset else images.CIFAR10).arrays())
 
     def augmented(self, pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """Each image shifted by up to 4 pixels, black moving in, and half of them mirrored."""
+        """Returns each image shifted by up to 4 pixels (filled with black), and half of the images mirrored."""
         if not self.augment:
             return pixels
         n, height, width, channels = pixels.shape
-        framed = np.zeros((n, height + 2 * BORDER, width + 2 * BORDER, channels), np.uint8)
-        framed[:, BORDER:-BORDER, BORDER:-BORDER] = pixels
-        rows = rng.integers(0, 2 * BORDER + 1, (n, 1, 1)) + np.arange(height)[:, None]
+        padded = np.zeros((n, height + 2 * PADDING, width + 2 * PADDING, channels), np.uint8)
+        padded[:, PADDING:-PADDING, PADDING:-PADDING] = pixels
+        rows = rng.integers(0, 2 * PADDING + 1, (n, 1, 1)) + np.arange(height)[:, None]
         columns = np.arange(width)
         mirrored = np.where(rng.random((n, 1, 1)) < 0.5, columns[::-1], columns)
-        columns = rng.integers(0, 2 * BORDER + 1, (n, 1, 1)) + mirrored
-        shifted: NDArray[np.uint8] = framed[np.arange(n)[:, None, None], rows, columns]
+        columns = rng.integers(0, 2 * PADDING + 1, (n, 1, 1)) + mirrored
+        shifted: NDArray[np.uint8] = padded[np.arange(n)[:, None, None], rows, columns]
         return shifted

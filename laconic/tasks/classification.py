@@ -1,4 +1,4 @@
-"""What image classification tasks have in common: arrays of pixels in, accuracy out."""
+"""The base class of image classification tasks."""
 
 from __future__ import annotations
 
@@ -14,33 +14,38 @@ from torch.nn import functional as F
 
 from laconic.tasks.data.dataset import Arrays
 from laconic.tasks.order import Order, generator
-from laconic.tasks.partition import deal, parse_partition
-from laconic.tasks.task import Batch, Shard, Task, device_of, evaluating
+from laconic.tasks.partition import parse_partition, shard_indices
+from laconic.tasks.task import Batch, Shard, Task, device_of, evaluation_mode
 
 EVALUATION_BATCH = 500
 
 
 class Images(NamedTuple):
-    """Pixels as stored, (n, height, width[, channels]) uint8, possibly memory-mapped, and labels, (n,)."""
+    """Pixels as stored, (n, height, width[, channels]) uint8 and possibly memory-mapped, and labels (n,)."""
 
     pixels: NDArray[np.uint8]
     labels: NDArray[np.integer]
 
 
 class Split(NamedTuple):
+    """The training set and the test set."""
+
     train: Images
     test: Images
 
 
-def split(arrays: Arrays) -> Split:
-    """From arrays named x_train, y_train, x_test and y_test."""
+def split_arrays(arrays: Arrays) -> Split:
+    """Returns the split stored in arrays named x_train, y_train, x_test and y_test."""
     train, test = (Images(arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "test"))
     return Split(train, test)
 
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """A task over labelled images; pixels become normalised float32 only in the batch that needs them."""
+    """Classifies images. The metric is accuracy.
+
+    Pixels are converted to normalised float32 batch by batch, so that workers share the stored uint8 array.
+    """
 
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
@@ -50,19 +55,19 @@ class Classification(Task):
 
     @abstractmethod
     def images(self) -> Split:
-        """Training and test images; called in every worker, so it must be quick and share memory."""
+        """Returns training and test images. Every worker calls it, so it must be fast and share memory."""
 
     def load(self, rank: int, size: int, seed: int) -> Shard:
         train = self.images().train
-        samples = deal(parse_partition(self.partition), train.labels, rank, size, seed)
+        samples = shard_indices(parse_partition(self.partition), train.labels, rank, size, seed)
         return ImageShard(self, train, Order(samples, self.batch_size, seed, rank), seed, rank)
 
     def augmented(self, pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """The pixels of a training batch, changed at random in ways that keep their class; by default as they are."""
+        """Returns the pixels of a training batch after data augmentation; by default unchanged."""
         return pixels
 
     def tensors(self, pixels: NDArray[np.uint8], labels: NDArray[np.integer]) -> Batch:
-        """(batch, channels, height, width) float32 and (batch,) int64."""
+        """Returns normalised pixels, (batch, channels, height, width) float32, and labels, (batch,) int64."""
         x = pixels.astype(np.float32)
         if x.ndim == 3:
             x = x[..., None]
@@ -78,7 +83,7 @@ class Classification(Task):
         test = self.images().test
         total_loss = 0.0
         correct = 0
-        with evaluating(model):
+        with evaluation_mode(model):
             for start in range(0, len(test.labels), EVALUATION_BATCH):
                 part = slice(start, start + EVALUATION_BATCH)
                 x, y = (t.to(device_of(model)) for t in self.tensors(test.pixels[part], test.labels[part]))
@@ -90,7 +95,7 @@ class Classification(Task):
 
 @dataclass(frozen=True)
 class ImageShard:
-    """The images of one worker."""
+    """One worker's images."""
 
     task: Classification
     images: Images

@@ -1,4 +1,4 @@
-"""`digits`: scikit-learn's 1797 handwritten digits of 8 × 8 pixels, which need no download."""
+"""The task `digits`: scikit-learn's 1797 handwritten digits of 8 × 8 pixels. It needs no download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from laconic.tasks.classification import Classification, Images, Split
-from laconic.tasks.task import require
+from laconic.tasks.task import require_choice
 from laconic.tasks.vision import cnn, mlp
 
 MODELS = ("cnn", "mlp", "wide")
@@ -20,7 +20,18 @@ MODELS = ("cnn", "mlp", "wide")
 
 @dataclass(frozen=True)
 class Digits(Classification):
-    """`cnn` (0.02 M parameters), `mlp` (0.03 M) or `wide`, an MLP of 1.13 M, large enough that a slow wire matters."""
+    """Classifies small digits; the fastest task with real data.
+
+    Args:
+        model: "cnn" (0.02 M parameters), "mlp" (0.03 M), or "wide", an MLP with 1.13 M parameters: large enough that a
+            slow network dominates the step time.
+
+    Example:
+        >>> task = Digits(model="mlp", batch_size=8)
+        >>> x, y = task.load(rank=0, size=4, seed=0).batch(0)
+        >>> x.shape, y.shape
+        (torch.Size([8, 1, 8, 8]), torch.Size([8]))
+    """
 
     name: ClassVar[str] = "digits"
     mean: ClassVar[tuple[float, ...]] = (0.3052,)
@@ -34,7 +45,7 @@ class Digits(Classification):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("model", self.model, MODELS)
+        require_choice("model", self.model, MODELS)
 
     def build_model(self) -> nn.Module:
         match self.model:
@@ -51,12 +62,12 @@ class Digits(Classification):
 
 @cache
 def _digits() -> Split:
-    # Every fifth image is held out: a split at one place would put other writers into the test set.
-    # The file alone, without scikit-learn's import, which would take every worker seconds.
+    # Importing scikit-learn would take every worker seconds, so only its data file is read.
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
-        raise ModuleNotFoundError("the task digits needs scikit-learn's data: pip install 'laconic[bench]'")
+        raise ModuleNotFoundError("the task digits needs the data file of scikit-learn: pip install 'laconic[bench]'")
     rows = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.uint8)
     pixels, labels = rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
+    # Every fifth image is held out. Cutting at one place would give the test set writers that training never sees.
     test = np.arange(len(pixels)) % 5 == 0
     return Split(Images(pixels[~test], labels[~test]), Images(pixels[test], labels[test]))

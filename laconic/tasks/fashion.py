@@ -1,4 +1,4 @@
-"""`fashion`: Fashion-MNIST (Xiao et al. 2017), 70,000 pictures of clothes, 28 × 28, ten classes."""
+"""The task `fashion`: Fashion-MNIST (Xiao et al. 2017), 70,000 images of clothes, 28 × 28 pixels, ten classes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from laconic.tasks.classification import Classification, Split, split
+from laconic.tasks.classification import Classification, Split, split_arrays
 from laconic.tasks.data import images
-from laconic.tasks.task import require
+from laconic.tasks.task import require_choice
 from laconic.tasks.vision import cnn, mlp
 
 MODELS = ("mlp", "cnn")
@@ -17,7 +17,11 @@ MODELS = ("mlp", "cnn")
 
 @dataclass(frozen=True)
 class Fashion(Classification):
-    """`mlp`: 784-1024-1024-10, 1.86 M parameters; `cnn`: two convolutions, 0.42 M."""
+    """Classifies images of clothes.
+
+    Args:
+        model: "mlp" (784-1024-1024-10, 1.86 M parameters) or "cnn" (two convolutions, 0.42 M parameters).
+    """
 
     name: ClassVar[str] = "fashion"
     dataset: ClassVar[str | None] = "fashion"
@@ -31,7 +35,7 @@ class Fashion(Classification):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("model", self.model, MODELS)
+        require_choice("model", self.model, MODELS)
 
     def build_model(self) -> nn.Module:
         match self.model:
@@ -41,4 +45,4 @@ class Fashion(Classification):
                 return cnn(channels=1, side=28, widths=(32, 64), hidden=128)
 
     def images(self) -> Split:
-        return split(images.FASHION.arrays())
+        return split_arrays(images.FASHION.arrays())

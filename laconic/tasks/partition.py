@@ -1,4 +1,4 @@
-"""How the samples are dealt to the workers: every sample to exactly one, and none goes without."""
+"""Divides samples among workers. Every sample goes to exactly one worker, and every worker gets samples."""
 
 from __future__ import annotations
 
@@ -15,88 +15,100 @@ Labels = NDArray[np.integer]
 
 
 class Partition(ABC):
-    """A rule that deals samples; `by_class` rules need a label per sample."""
-
-    by_class = False
+    """A rule that divides samples among workers."""
 
     @abstractmethod
-    def deal(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
-        """The samples of each of the `size` workers; `labels` has one entry a sample."""
+    def split(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
+        """Returns the sample indices of each of the `size` workers. `labels` has one entry per sample."""
 
 
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Shuffle, then cut into equal parts."""
+    """Shuffles, then cuts into equal parts."""
 
-    def deal(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
+    def split(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
         return np.array_split(rng.permutation(len(labels)), size)
 
 
 @dataclass(frozen=True)
 class Contiguous(Partition):
-    """Equal stretches in the order of the file: for text, each worker reads another part of the book."""
+    """Cuts into equal parts in file order. For text, each worker reads a different part of the book."""
 
-    def deal(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
+    def split(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
         return np.array_split(np.arange(len(labels)), size)
 
 
 @dataclass(frozen=True)
 class Classes(Partition):
-    """McMahan et al. 2017: sort by class, cut into size × pieces equal pieces, deal `pieces` of them to each worker.
+    """Sorts by class, cuts into size × shards_per_worker equal shards, and gives each worker `shards_per_worker`.
 
-    A piece that straddles a boundary holds two classes, so `classes:2` means *about* two: with fewer workers than
-    classes nothing else uses every sample.
+    A shard that crosses a class boundary holds two classes, so `classes:2` means *about* two classes per worker.
+
+    References:
+        McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data.
     """
 
-    pieces: int
-    by_class = True
+    shards_per_worker: int
 
-    def deal(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
-        if len(labels) < size * self.pieces:
-            needed = size * self.pieces
-            raise ValueError(f"classes:{self.pieces} over {size} workers needs {needed} samples, not {len(labels)}")
+    def split(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
+        count = self.shards_per_worker
+        if len(labels) < size * count:
+            raise ValueError(f"classes:{count} over {size} workers needs {size * count} samples, not {len(labels)}")
         shuffled = rng.permutation(len(labels))
         by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
-        pieces = np.array_split(by_label, size * self.pieces)
-        hands = rng.permutation(len(pieces)).reshape(size, self.pieces)
-        return [np.concatenate([pieces[i] for i in hand]) for hand in hands]
+        shards = np.array_split(by_label, size * count)
+        chosen = rng.permutation(len(shards)).reshape(size, count)
+        return [np.concatenate([shards[i] for i in row]) for row in chosen]
 
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Hsu et al. 2019: each class is divided among the workers in proportions drawn from Dirichlet(concentration).
+    """Divides each class among the workers in proportions drawn from Dirichlet(concentration).
 
-    No worker gets less than a tenth of an equal share (and at least one sample): one that would takes what it lacks
-    from whoever then has most.
+    Every worker gets at least a tenth of an equal share, and at least one sample: missing samples are moved from the
+    worker that has most.
+
+    References:
+        Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification.
     """
 
     concentration: float
-    by_class = True
 
-    def deal(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
-        hands: list[list[Indices]] = [[] for _ in range(size)]
+    def split(self, labels: Labels, size: int, rng: np.random.Generator) -> list[Indices]:
+        parts: list[list[Indices]] = [[] for _ in range(size)]
         for label in np.unique(labels):
             of_class = rng.permutation(np.flatnonzero(labels == label))
             shares = rng.dirichlet(np.full(size, self.concentration))
             cuts = np.rint(np.cumsum(shares)[:-1] * len(of_class)).astype(np.int64)
-            for hand, part in zip(hands, np.split(of_class, cuts), strict=True):
-                hand.append(part)
-        dealt = [rng.permutation(np.concatenate(hand)) for hand in hands]
+            for shard, part in zip(parts, np.split(of_class, cuts), strict=True):
+                shard.append(part)
+        shards = [rng.permutation(np.concatenate(shard)) for shard in parts]
         floor = max(1, len(labels) // (10 * size))
         for worker in range(size):
-            while (lacking := floor - len(dealt[worker])) > 0:
-                richest = max(range(size), key=lambda other: len(dealt[other]))
-                given = min(lacking, len(dealt[richest]) - floor)
-                dealt[worker] = np.concatenate([dealt[worker], dealt[richest][:given]])
-                dealt[richest] = dealt[richest][given:]
-        return dealt
+            while (missing := floor - len(shards[worker])) > 0:
+                largest = max(range(size), key=lambda other: len(shards[other]))
+                moved = min(missing, len(shards[largest]) - floor)
+                shards[worker] = np.concatenate([shards[worker], shards[largest][:moved]])
+                shards[largest] = shards[largest][moved:]
+        return shards
 
 
-FORMS = "iid, contiguous, classes:K (such as classes:2) or dirichlet:A (such as dirichlet:0.3)"
+PARTITION_SYNTAX = "iid, contiguous, classes:K (such as classes:2) or dirichlet:A (such as dirichlet:0.3)"
 
 
 def parse_partition(text: str) -> Partition:
-    """`iid`, `contiguous`, `classes:2` or `dirichlet:0.3`; ValueError for anything else."""
+    """Returns the partition that `text` describes.
+
+    Args:
+        text: `iid`, `contiguous`, `classes:K` (about K classes per worker) or `dirichlet:A` (concentration A).
+
+    Raises:
+        ValueError: `text` has none of these forms.
+
+    Example:
+        >>> parse_partition("classes:2")
+        Classes(shards_per_worker=2)
+    """
     kind, colon, value = text.partition(":")
     if text == "iid":
         return Iid()
@@ -114,13 +126,23 @@ def parse_partition(text: str) -> Partition:
         if not (concentration > 0 and math.isfinite(concentration)):
             raise ValueError(f"dirichlet:A needs a number above 0, not {text!r}")
         return Dirichlet(concentration)
-    raise ValueError(f"partition must be {FORMS}, not {text!r}")
+    raise ValueError(f"partition must be {PARTITION_SYNTAX}, not {text!r}")
 
 
-def deal(partition: Partition, labels: Labels, rank: int, size: int, seed: int) -> Indices:
-    """The samples of worker `rank` out of `size`; all workers with one seed agree on who holds what."""
+def shard_indices(partition: Partition, labels: Labels, rank: int, size: int, seed: int) -> Indices:
+    """Returns the sample indices of worker `rank` out of `size`.
+
+    The seed alone decides, so all workers compute the same division without communicating.
+
+    Raises:
+        ValueError: There are fewer samples than workers, or `rank` is not in 0 … size − 1.
+
+    Example:
+        >>> shard_indices(Contiguous(), np.zeros(6), rank=1, size=3, seed=0)
+        array([2, 3])
+    """
     if not 0 <= rank < size:
         raise ValueError(f"rank must be at least 0 and below size = {size}, not {rank}")
     if len(labels) < size:
         raise ValueError(f"{size} workers need at least {size} samples, not {len(labels)}")
-    return partition.deal(labels, size, generator("partition", seed))[rank]
+    return partition.split(labels, size, generator("partition", seed))[rank]

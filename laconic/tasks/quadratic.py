@@ -1,4 +1,4 @@
-"""`quadratic`: least squares with a known optimum and a known condition number, made of noise alone."""
+"""The task `quadratic`: synthetic least squares with a known optimum and a known condition number."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laconic.tasks.order import generator
-from laconic.tasks.task import Batch, Shard, Task, device_of, evaluating
+from laconic.tasks.task import Batch, Shard, Task, device_of, evaluation_mode
 
 
 class Problem(NamedTuple):
-    """E ½(a·w − b)² with a ~ N(0, diag(curvature)) and b = a·optimum + noise."""
+    """Minimises E ½(a·w − b)² over w, with a ~ N(0, diag(curvature)) and b = a·optimum + noise."""
 
     curvature: NDArray[np.float32]
     optimum: NDArray[np.float32]
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 
 @lru_cache(maxsize=8)
 def problem(dimension: int, condition: float) -> Problem:
-    """Curvatures from 1 down to 1 / condition, evenly in the logarithm; an optimum on the unit sphere."""
+    """Returns a problem whose curvatures are log-spaced from 1 to 1 / condition and whose optimum has norm 1."""
     curvature = np.geomspace(1.0, 1.0 / condition, dimension).astype(np.float32)
     optimum = generator("quadratic", dimension).standard_normal(dimension)
     return Problem(curvature, (optimum / np.linalg.norm(optimum)).astype(np.float32))
@@ -34,10 +34,20 @@ def problem(dimension: int, condition: float) -> Problem:
 
 @dataclass(frozen=True)
 class Quadratic(Task):
-    """Each worker draws its own endless noisy samples of one problem; no sample comes twice.
+    """Fits a linear model to noisy samples of one problem. Every step draws new samples; none is repeated.
 
-    `evaluate` is exact, not sampled: `excess_loss` is the expected loss above its minimum ½ noise², `distance` that of
-    the weights to the optimum.
+    `evaluate` computes exact expectations: `excess_loss` is the expected loss minus its minimum ½ noise², and
+    `distance` is ‖w − optimum‖.
+
+    Args:
+        dimension: The number of weights.
+        condition: The condition number: the largest curvature over the smallest.
+        noise: The standard deviation of the noise in b.
+
+    Example:
+        >>> task = Quadratic(dimension=8)
+        >>> round(task.evaluate(task.build_model())["distance"], 6)  # training starts at the origin
+        1.0
     """
 
     name: ClassVar[str] = "quadratic"
@@ -63,7 +73,7 @@ class Quadratic(Task):
             raise ValueError(f"noise must be a number of at least 0, not {self.noise!r}")
 
     def build_model(self) -> nn.Module:
-        """Starts at the origin, at distance 1 from the optimum, whatever the seed."""
+        """Returns a model with zero weights, at distance 1 from the optimum, for every seed."""
         model = nn.Linear(self.dimension, 1, bias=False)
         nn.init.zeros_(model.weight)
         return model
@@ -79,7 +89,7 @@ class Quadratic(Task):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         curvature, optimum = problem(self.dimension, self.condition)
-        with evaluating(model):
+        with evaluation_mode(model):
             basis = torch.eye(self.dimension, device=device_of(model))
             error = model(basis).squeeze(1).cpu().double().numpy() - optimum
         excess = 0.5 * float(curvature @ error**2)
@@ -92,7 +102,7 @@ class Quadratic(Task):
 
 @dataclass(frozen=True)
 class NoisyRows:
-    """Rows a, (batch, dimension), and targets b, (batch,), drawn anew for each step."""
+    """Draws rows a, (batch, dimension), and targets b, (batch,), for each step."""
 
     task: Quadratic
     rank: int

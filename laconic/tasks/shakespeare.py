@@ -1,33 +1,49 @@
-"""`shakespeare`: the next character of 1.1 M of them, loss in nats a character."""
+"""The task `shakespeare`: next-character prediction on 1.1 M characters of Shakespeare; the loss is in nats."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.tasks.data import text
 from laconic.tasks.order import Order
-from laconic.tasks.partition import deal, parse_partition
-from laconic.tasks.task import Batch, Shard, Task, device_of, evaluating
+from laconic.tasks.partition import parse_partition, shard_indices
+from laconic.tasks.task import Batch, Shard, Task, device_of, evaluation_mode, require_count
 from laconic.tasks.transformer import CharacterModel
 
-ALPHABET = 65
+ALPHABET_SIZE = 65
 CONTEXT = 64
 EVALUATION_WINDOWS = 256
 
 
 @dataclass(frozen=True)
 class Shakespeare(Task):
-    """A GPT of 4 layers, width 128 and context 64, 0.83 M parameters.
+    """Trains a character-level GPT: 4 layers, width 128, context 64, 0.81 M parameters (809,984).
 
-    A sample is a window of 64 characters; windows do not overlap. `contiguous` gives each worker a stretch of the
-    plays. `evaluate` takes 256 windows spread evenly over the last tenth of the text.
+    A sample is a window of 64 characters; windows do not overlap. With the partition `contiguous`, each worker reads
+    its own consecutive part of the plays. `evaluate` uses 256 windows, evenly spaced over the last tenth of the text.
+
+    Args:
+        betas: Adam's and AdamW's decay rates; must keep its default with SGD.
+        clip: Maximum norm of the gradient, or None for no clipping. The loop clips between `backward()` and
+            `optimizer.step()`. So DDP clips the mean gradient, and methods of laconic clip each local gradient.
+        accumulate: Micro-batches per step, each of `batch_size` samples; the step uses the mean of their gradients.
+        decay_matrices_only: Apply weight decay only to parameters with at least two dimensions, as GPT recipes do:
+            not to biases and LayerNorm gains.
+
+    Example:
+        >>> recipe = Shakespeare(betas=(0.9, 0.95), clip=1.0, accumulate=4, decay_matrices_only=True)
+        >>> [group["weight_decay"] for group in recipe.build_optimizer(recipe.build_model()).param_groups]
+        [0.1, 0.0]
     """
 
     name: ClassVar[str] = "shakespeare"
@@ -41,33 +57,71 @@ class Shakespeare(Task):
     optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
     weight_decay: float = 0.1
     steps: int = 500
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float | None = None
+    accumulate: int = 1
+    decay_matrices_only: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers from 0 up to, not including, 1, not {self.betas!r}")
+        if self.optimizer == "sgd" and tuple(self.betas) != (0.9, 0.999):
+            raise ValueError(f"betas are for adam and adamw: remove betas={self.betas!r}, or choose another optimizer")
+        if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
+            raise ValueError(f"clip must be a number above 0 or None, not {self.clip!r}")
+        require_count("accumulate", self.accumulate)
 
     def build_model(self) -> nn.Module:
-        return CharacterModel(ALPHABET, width=128, layers=4, heads=4)
+        return CharacterModel(ALPHABET_SIZE, width=128, layers=4, heads=4)
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        options: dict[str, Any] = {} if self.optimizer == "sgd" else {"betas": tuple(self.betas)}
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.decay_matrices_only:
+            return [{"params": parameters, **options}]
+        return [
+            {"params": [p for p in parameters if p.dim() >= 2], **options},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, **options},
+        ]
 
     def load(self, rank: int, size: int, seed: int) -> Shard:
         characters = text.SHAKESPEARE.arrays()["train"]
-        windows = np.zeros((len(characters) - 1) // CONTEXT, np.int64)
-        samples = deal(parse_partition(self.partition), windows, rank, size, seed)
+        no_labels = np.zeros((len(characters) - 1) // CONTEXT, np.int64)  # one entry per window
+        samples = shard_indices(parse_partition(self.partition), no_labels, rank, size, seed)
         return Windows(characters, Order(samples, self.batch_size, seed, rank))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         x, y = (tensor.to(device_of(model)) for tensor in batch)
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
+    def backward(self, model: nn.Module, shard: Shard, step: int) -> Tensor:
+        total = torch.zeros(())
+        for micro in range(self.accumulate):
+            # DDP all-reduces in every backward pass, unless told not to: only the last micro-batch needs it.
+            is_last = micro == self.accumulate - 1
+            skips = isinstance(model, DistributedDataParallel) and not is_last
+            with model.no_sync() if skips else contextlib.nullcontext():
+                loss = self.loss(model, shard.batch(step * self.accumulate + micro)) / self.accumulate
+                loss.backward()  # type: ignore[no-untyped-call]
+            total = total.to(loss.device) + loss.detach()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+        return total
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         characters = text.SHAKESPEARE.arrays()["test"]
         count = (len(characters) - 1) // CONTEXT
         chosen = np.unique(np.linspace(0, count - 1, min(count, EVALUATION_WINDOWS)).astype(np.int64))
         total = 0.0
-        with evaluating(model):
+        with evaluation_mode(model):
             for part in np.array_split(chosen, -(-len(chosen) // 32)):
-                total += len(part) * self.loss(model, windows_of(characters, part)).item()
+                total += len(part) * self.loss(model, read_windows(characters, part)).item()
         return {"loss": total / len(chosen)}
 
 
-def windows_of(characters: NDArray[np.uint8], windows: NDArray[np.int64]) -> Batch:
-    """Characters and, one place on, those to be predicted, each (batch, context) int64."""
+def read_windows(characters: NDArray[np.uint8], windows: NDArray[np.int64]) -> Batch:
+    """Returns inputs and targets (the inputs shifted by one character), each (batch, context) int64."""
     chosen = np.asarray(characters[windows[:, None] * CONTEXT + np.arange(CONTEXT + 1)], dtype=np.int64)
     joined = torch.from_numpy(chosen)
     return joined[:, :-1].contiguous(), joined[:, 1:].contiguous()
@@ -81,4 +135,4 @@ class Windows:
     order: Order
 
     def batch(self, step: int) -> Batch:
-        return windows_of(self.characters, self.order(step))
+        return read_windows(self.characters, self.order(step))

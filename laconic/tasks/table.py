@@ -1,4 +1,4 @@
-"""The table of tasks."""
+"""Finds tasks by name."""
 
 from __future__ import annotations
 
@@ -17,5 +17,13 @@ TASKS: dict[str, type[Task]] = {
 
 
 def find_task(name: str) -> type[Task]:
-    """The class of a task by its name; ValueError that lists the near misses for an unknown one."""
+    """Returns the class of the task called `name`.
+
+    Raises:
+        ValueError: No task has this name; the message lists similar names.
+
+    Example:
+        >>> find_task("digits")(model="mlp").batch_size
+        32
+    """
     return look_up("task", name, TASKS)

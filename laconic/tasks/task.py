@@ -1,4 +1,4 @@
-"""A task: what is trained in comparisons, that is a model, its data, its loss and how to judge the result."""
+"""The interface of a task: a model, its data, its loss, its optimizer and its evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,42 @@ SCHEDULES = ("cosine", "constant")
 
 
 class Shard(Protocol):
-    """One worker's data, with random access: the batch of a step is the same whenever it is asked for."""
+    """One worker's training data, with random access by step."""
 
     def batch(self, step: int) -> Batch:
-        """The tensors of one training step, on the CPU."""
+        """Returns the tensors of one training step, on the CPU. The same step always gives the same batch."""
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Settings are ordinary fields; a task holds no state, so one instance serves any number of runs."""
+    """Defines what is trained. Settings are dataclass fields; a task has no state, so one instance serves many runs.
+
+    Args:
+        batch_size: Samples per worker and step.
+        lr: The peak learning rate.
+        optimizer: "adam", "adamw", or "sgd" (Nesterov momentum 0.9).
+        weight_decay: As the optimizer defines it.
+        schedule: "cosine" (with linear warm-up) or "constant".
+        steps: The default length of a training run.
+        partition: How samples are divided among workers, see `parse_partition`.
+
+    Example:
+        >>> from laconic.tasks import Quadratic
+        >>> task = Quadratic(dimension=4)
+        >>> shard = task.load(rank=0, size=2, seed=0)
+        >>> model = task.build_model()
+        >>> task.loss(model, shard.batch(0)).shape
+        torch.Size([])
+        >>> sorted(task.evaluate(model))
+        ['distance', 'excess_loss', 'loss']
+    """
 
     name: ClassVar[str]
     metric: ClassVar[str]
-    """The key of `evaluate`'s result that targets and reports go by."""
+    """The key of `evaluate`'s result that targets and reports use."""
     higher_is_better: ClassVar[bool]
     dataset: ClassVar[str | None] = None
-    """What `laconic data NAME` fetches for it; None when nothing is needed."""
+    """The NAME in `laconic data NAME` that downloads the data; None if the task needs no download."""
     partitions: ClassVar[tuple[str, ...]] = ("iid", "contiguous", "classes", "dirichlet")
 
     batch_size: int = 64
@@ -50,47 +70,69 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "steps"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field} must be a whole number of at least 1, not {value!r}")
+            require_count(field, getattr(self, field))
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"lr must be a number above 0, not {self.lr!r}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ValueError(f"weight_decay must be a number of at least 0, not {self.weight_decay!r}")
-        require("optimizer", self.optimizer, OPTIMIZERS)
-        require("schedule", self.schedule, SCHEDULES)
+        require_choice("optimizer", self.optimizer, OPTIMIZERS)
+        require_choice("schedule", self.schedule, SCHEDULES)
         parse_partition(self.partition)
         if self.partition.partition(":")[0] not in self.partitions:
             raise ValueError(f"{self.name}: partition must be {' or '.join(self.partitions)}, not {self.partition!r}")
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """A new model, initialised from torch's global generator: seed it first, alike on all workers."""
+        """Returns a new model, initialised from torch's global generator. Seed it identically on all workers first."""
 
     @abstractmethod
     def load(self, rank: int, size: int, seed: int) -> Shard:
-        """The data of worker `rank` out of `size`."""
+        """Returns the training data of worker `rank` out of `size`."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean training loss of a batch, a scalar; calls the model only through `model(...)`, so wrappers work."""
+        """Returns the mean training loss of a batch, a scalar.
+
+        Calls the model only through `model(...)`, so that wrappers such as DistributedDataParallel work.
+        """
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """`loss` and the metric of the bare model on held-out data; leaves no trace in the model or in random state."""
+        """Returns `loss` and the metric on held-out data. Changes neither the model nor any random state.
+
+        Args:
+            model: The bare model, not a DistributedDataParallel wrapper.
+        """
+
+    def backward(self, model: nn.Module, shard: Shard, step: int) -> Tensor:
+        """Computes the gradients of one training step and returns its loss, detached from the graph.
+
+        Tasks override this to accumulate gradients over several batches or to clip them.
+        """
+        loss = self.loss(model, shard.batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Returns the optimizer's parameter groups; by default one group of all trained parameters."""
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        """Returns the optimizer that `optimizer`, `lr` and `weight_decay` describe."""
+        groups = self.parameter_groups(model)
         match self.optimizer:
             case "adam":
-                return Adam(parameters, lr=self.lr, weight_decay=self.weight_decay)
+                return Adam(groups, lr=self.lr, weight_decay=self.weight_decay)
             case "adamw":
-                return AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
+                return AdamW(groups, lr=self.lr, weight_decay=self.weight_decay)
             case "sgd":
-                return SGD(parameters, lr=self.lr, momentum=0.9, nesterov=True, weight_decay=self.weight_decay)
+                return SGD(groups, lr=self.lr, momentum=0.9, nesterov=True, weight_decay=self.weight_decay)
 
     def build_schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
-        """Linear warm-up over the first twentieth (at most 100 steps), then a cosine to a twentieth of the rate."""
+        """Returns the learning-rate schedule of a run of `steps` steps, or None for a constant rate.
+
+        The rate rises linearly over the first 5 % of the steps (at most 100), then falls by a cosine to 5 % of `lr`.
+        """
         if self.schedule == "constant":
             return None
         warmup = min(100, steps // 20)
@@ -104,23 +146,33 @@ class Task(ABC):
         return LambdaLR(optimizer, factor)
 
 
-def require(field: str, value: str, choices: tuple[str, ...]) -> None:
-    """ValueError unless the value is one of the choices."""
+def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{field} must be one of {', '.join(choices)}, not {value!r}")
 
 
+def require_count(field: str, value: object) -> None:
+    """Raises ValueError unless `value` is an int of at least 1. Rejects bool, which is a subclass of int."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{field} must be a whole number of at least 1, not {value!r}")
+
+
 def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the model's first parameter."""
     return next(model.parameters()).device
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is in its own mode again (some may be frozen)."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switches to evaluation mode without gradients, and restores the mode of every module afterwards.
+
+    Modules are restored one by one because some may be frozen, that is in evaluation mode during training.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        # Not inference_mode: its tensors could never enter autograd again if the model keeps one.
+        # Not inference_mode: a tensor that the model caches there could never be used by autograd again.
         with torch.no_grad():
             yield
     finally:

@@ -1,6 +1,7 @@
-"""Small Transformers: a decoder for characters and an encoder-decoder for translation, pre-norm and without dropout.
+"""Small Transformers: a decoder for characters and an encoder-decoder for translation, with pre-norm and no dropout.
 
-Without dropout a training step is a function of weights and batch alone, so a resumed run repeats an uninterrupted one.
+Without dropout a training step depends only on the weights and the batch, so a resumed run is identical to an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ KeysValues = tuple[Tensor, Tensor]  # each (batch, heads, length, width / heads)
 
 
 class Attention(nn.Module):
-    """Multi-head attention; keys and values are computed apart, so a decoder can keep them."""
+    """Multi-head attention. Keys and values are computed by a separate call, so that a decoder can cache them."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, attention to an encoder's output where `cross`, and a feed-forward layer."""
+    """A Transformer block: self-attention, cross-attention if `cross`, and a feed-forward layer."""
 
     def __init__(self, width: int, heads: int, cross: bool = False) -> None:
         super().__init__()
@@ -62,7 +63,17 @@ class Block(nn.Module):
         return self._rest(x, memory, memory_mask)
 
     def step(self, x: Tensor, past: KeysValues | None, memory: KeysValues, mask: Tensor) -> tuple[Tensor, KeysValues]:
-        """One more position, x (batch, 1, width), after those whose keys and values are `past`."""
+        """Decodes one more position.
+
+        Args:
+            x: The new position, (batch, 1, width).
+            past: The cached keys and values of earlier positions, or None for the first one.
+            memory: The keys and values of the encoder's output.
+            mask: Which encoder positions are not padding, (batch, 1, 1, s).
+
+        Returns:
+            The block's output, (batch, 1, width), and the extended cache.
+        """
         normed = self.self_norm(x)
         keys, values = self.self_attention.keys_values(normed)
         if past is not None:
@@ -71,7 +82,7 @@ class Block(nn.Module):
         return self._rest(x, memory, mask), (keys, values)
 
     def memory(self, encoded: Tensor) -> KeysValues:
-        """What this block's cross-attention reads of an encoder's output."""
+        """Returns the keys and values of the encoder's output for this block's cross-attention."""
         assert self.cross_attention is not None
         return self.cross_attention.keys_values(encoded)
 
@@ -84,14 +95,17 @@ class Block(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """A GPT: (batch, length) numbers of characters to (batch, length, alphabet) logits of the next."""
+    """A GPT over characters.
 
-    def __init__(self, alphabet: int, width: int, layers: int, heads: int) -> None:
+    Maps character indices, (batch, length), to logits of the next character, (batch, length, alphabet_size).
+    """
+
+    def __init__(self, alphabet_size: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(alphabet, width)
+        self.embedding = nn.Embedding(alphabet_size, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, alphabet, bias=False)
+        self.head = nn.Linear(width, alphabet_size, bias=False)
         initialise(self, layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,15 +117,16 @@ class CharacterModel(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder-decoder: source (batch, s) and target so far (batch, t) to (batch, t, pieces) logits of the next.
+    """An encoder-decoder over subword pieces. Source, target and output share one embedding matrix.
 
-    Source, target and output share one matrix of embeddings.
+    Maps the source, (batch, s), and the target prefix, (batch, t), to logits of the next piece,
+    (batch, t, vocabulary_size).
     """
 
-    def __init__(self, pieces: int, pad: int, width: int, layers: int, heads: int) -> None:
+    def __init__(self, vocabulary_size: int, pad: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.pad = pad
-        self.embedding = nn.Embedding(pieces, width)
+        self.embedding = nn.Embedding(vocabulary_size, width)
         self.encoder = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.encoder_norm = nn.LayerNorm(width)
         self.decoder = nn.ModuleList(Block(width, heads, cross=True) for _ in range(layers))
@@ -126,7 +141,17 @@ class Translator(nn.Module):
         return F.linear(self.decoder_norm(h), self.embedding.weight)
 
     def greedy(self, source: Tensor, begin: int, end: int, limit: int) -> Tensor:
-        """The likeliest next piece, again and again, (batch, at most limit); `pad` after the end of a sentence."""
+        """Translates by greedy decoding.
+
+        Args:
+            source: Piece indices, (batch, s), padded with `pad`.
+            begin: The index that starts every target sentence.
+            end: The index that ends a sentence.
+            limit: The largest number of pieces per sentence.
+
+        Returns:
+            Piece indices, (batch, at most limit), with `pad` after the end of each sentence.
+        """
         memories, mask = self._encode(source)
         pasts: list[KeysValues | None] = [None] * len(self.decoder)
         piece = torch.full((len(source), 1), begin, device=source.device)
@@ -145,7 +170,7 @@ class Translator(nn.Module):
         return torch.cat(out, dim=1)
 
     def _encode(self, source: Tensor) -> tuple[list[KeysValues], Tensor]:
-        """What each decoder block attends to, and where there is something, (batch, 1, 1, s)."""
+        """Returns the keys and values for each decoder block, and the mask of real positions, (batch, 1, 1, s)."""
         mask = (source != self.pad)[:, None, None, :]
         h = embed(self.embedding, source)
         for block in self.encoder:
@@ -158,7 +183,7 @@ class Translator(nn.Module):
 
 
 def embed(embedding: nn.Embedding, numbers: Tensor, start: int = 0) -> Tensor:
-    """Vaswani et al. 2017: embeddings of unit size plus sinusoids of the positions from `start`."""
+    """Returns scaled embeddings plus sinusoidal encodings of positions from `start` on (Vaswani et al. 2017)."""
     width = embedding.embedding_dim
     embedded: Tensor = embedding(numbers) * math.sqrt(width)
     position = torch.arange(start, start + numbers.shape[1], dtype=torch.float32)[:, None]
@@ -167,7 +192,11 @@ def embed(embedding: nn.Embedding, numbers: Tensor, start: int = 0) -> Tensor:
 
 
 def initialise(model: nn.Module, layers: int) -> None:
-    """Weights N(0, 1 / inputs), smaller by √(2 layers) where they enter the residual stream (Radford et al. 2019)."""
+    """Draws weights from N(0, 1 / inputs); those that write to the residual stream are divided by √(2 · layers).
+
+    References:
+        Radford et al. 2019, Language Models are Unsupervised Multitask Learners.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             into_residual = name.endswith((".out", ".feed.2"))

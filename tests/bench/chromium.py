@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools pipe: JSON messages that end with a zero byte."""
+"""Controls a headless Chromium through its DevTools pipe: JSON messages that end with a zero byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = [
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 ]
-PATIENCE_SECONDS = 60
+TIMEOUT_SECONDS = 60
 
 
 def find() -> str | None:
@@ -37,7 +37,7 @@ def find() -> str | None:
 
 
 class Chromium:
-    """Use as a context: the browser ends with it."""
+    """A browser that runs for the duration of a `with` block."""
 
     def __init__(self, executable: str, profile: Path) -> None:
         self._profile = profile
@@ -49,7 +49,7 @@ class Chromium:
     def __enter__(self) -> Chromium:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        # Chromium reads from 3 and writes to 4; high numbers first, so that neither overwrites the other.
+        # Chromium reads from descriptor 3 and writes to 4. Duplicates above 20 cannot collide with these two.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (theirs_in, theirs_out)]
         script = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         command = ["bash", "-c", script, "bash", self._executable, *FLAGS, f"--user-data-dir={self._profile}"]
@@ -67,13 +67,13 @@ class Chromium:
             os.close(self._out)
             os.close(self._in)
             try:
-                self._process.wait(PATIENCE_SECONDS)
+                self._process.wait(TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Send one command and wait for its answer; events that come before it are kept."""
+        """Sends a command and returns its result; events that arrive before it are kept in `events`."""
         self._count += 1
         number = self._count
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
@@ -90,7 +90,7 @@ class Chromium:
         return next((message for message in self.events if fits(message)), None) or self._next(fits)
 
     def _next(self, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             while b"\0" in self._unread:
                 raw, self._unread = self._unread.split(b"\0", 1)
@@ -109,7 +109,7 @@ class Chromium:
             self._unread += chunk
 
     def open(self, url: str, width: int = 1280, height: int = 900, scheme: str = "light") -> Page:
-        """Load a page in a tab of its own, everything it says and asks for recorded."""
+        """Loads a page in a new tab, with its console output and its requests recorded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, target, session)
@@ -123,6 +123,8 @@ class Chromium:
 
 
 class Page:
+    """A tab of the browser."""
+
     def __init__(self, browser: Chromium, target: str, session: str) -> None:
         self._browser = browser
         self._target = target
@@ -135,7 +137,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, after the frame that is now due has been drawn."""
+        """Returns the value of a JavaScript expression, evaluated after the next frame was drawn."""
         drawn = f"new Promise(done => requestAnimationFrame(() => setTimeout(done))).then(() => ({expression}))"
         answer = self.call("Runtime.evaluate", expression=drawn, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
@@ -146,7 +148,7 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of the element."""
+        """Clicks with the mouse on the centre of an element."""
         x, y = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center', inline: 'center'});"
@@ -155,8 +157,8 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def complaints(self) -> list[str]:
-        """Errors and warnings of the console, the log, and uncaught exceptions."""
+    def problems(self) -> list[str]:
+        """Returns errors and warnings of the console and the log, and uncaught exceptions."""
         found = []
         for event in self._events():
             params = event["params"]
@@ -169,11 +171,11 @@ class Page:
         return found
 
     def requests(self) -> list[str]:
-        """The addresses the page asked for."""
+        """Returns the URLs that the page requested."""
         return [e["params"]["request"]["url"] for e in self._events() if e["method"] == "Network.requestWillBeSent"]
 
     def screenshot(self, path: Path) -> None:
-        """All of the page, below the fold too."""
+        """Saves an image of the whole page."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]

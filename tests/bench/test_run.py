@@ -1,8 +1,9 @@
-"""Real runs of every way on loopback and on an emulated network, at tiny scale."""
+"""Tiny real runs of every method and baseline, on loopback and on an emulated network."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import resource
@@ -10,14 +11,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 import laconic
-from laconic.bench.compare import _split_peer, compare, prepare
+from laconic.bench.compare import _infer_baseline_waiting, compare, prepare_folder
 from laconic.bench.progress import Display
-from laconic.bench.record import Point, Record, RunsFile, Split
+from laconic.bench.record import Point, Record, RunsFile, StepTime
 from laconic.bench.run import Plan, evaluated_steps, run
+from laconic.bench.strategies import Contender, parse_contender, strategy_names
 from laconic.bench.table import table
-from laconic.bench.ways import Asked, ask, names
 from laconic.compress import Sign
 from laconic.emulate import EmulationError, Network, parse_links
 from laconic.tasks import Digits
@@ -25,9 +27,9 @@ from laconic.tasks import Digits
 PLAN = Plan(Digits(model="mlp"), workers=2, steps=12, evaluations=3, command="laconic compare")
 
 
-@pytest.mark.parametrize("name", names())
-def test_every_way_trains(name: str) -> None:
-    record = run(ask(name), PLAN)
+@pytest.mark.parametrize("name", strategy_names())
+def test_every_method_and_baseline_trains(name: str) -> None:
+    record = run(parse_contender(name), PLAN)
     assert record.status == "ok", record.reason
     assert [point.step for point in record.points] == [4, 8, 12]
     assert record.points[-1].values["loss"] < 2.3
@@ -35,41 +37,68 @@ def test_every_way_trains(name: str) -> None:
     assert seconds == sorted(seconds)
     payload = [point.payload_nbytes for point in record.points]
     assert payload == sorted(payload)
-    assert (payload[-1] == 0) == (name == "none")
-    assert record.split is not None
-    assert record.split.step > 0
+    assert (payload[-1] == 0) == (name in ("none", "none_averaged"))
+    assert record.step_time is not None
+    assert record.step_time.total > 0
     assert record.peak_memory_nbytes > 1e8
-    if not record.is_peer:
-        assert record.split.compute is not None
-        assert record.split.compute > 0
+    if not record.is_baseline:
+        assert record.step_time.compute is not None
+        assert record.step_time.compute > 0
+
+
+def test_none_averaged_evaluates_the_mean_of_models_that_never_communicated() -> None:
+    """The same training as `none`, bit for bit; only the evaluated model differs."""
+    alone, averaged = run(parse_contender("none"), PLAN), run(parse_contender("none_averaged"), PLAN)
+    assert averaged.train_loss == alone.train_loss
+    assert [point.payload_nbytes for point in averaged.points] == [0.0] * 3
+    models = []
+    task = PLAN.task
+    for rank in range(PLAN.workers):
+        torch.manual_seed(PLAN.seed)
+        model = task.build_model()
+        optimizer = task.build_optimizer(model)
+        schedule = task.build_schedule(optimizer, PLAN.steps)
+        shard = task.load(rank, PLAN.workers, PLAN.seed)
+        for step in range(PLAN.steps):
+            task.backward(model, shard, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert schedule is not None
+            schedule.step()
+        models.append(model)
+    assert alone.points[-1].values["loss"] == pytest.approx(task.evaluate(models[0])["loss"], rel=1e-5)
+    with torch.no_grad():
+        for first, second in zip(*(model.parameters() for model in models), strict=True):
+            first.add_(second).div_(2)
+    assert averaged.points[-1].values["loss"] == pytest.approx(task.evaluate(models[0])["loss"], rel=1e-5)
 
 
 def test_ddp_and_allreduce_learn_the_same() -> None:
-    """The same data order, seeds and schedule: two implementations of full communication agree."""
-    ours, theirs = run(ask("allreduce"), PLAN), run(ask("ddp"), PLAN)
+    """Two implementations of full communication agree, given the same data order, seeds and schedule."""
+    ours, theirs = run(parse_contender("allreduce"), PLAN), run(parse_contender("ddp"), PLAN)
     for one, other in zip(ours.points, theirs.points, strict=True):
         assert one.values["loss"] == pytest.approx(other.values["loss"], rel=1e-3)
     p = 6  # parameter tensors of the model, a flag each
     assert ours.points[-1].payload_nbytes == theirs.points[-1].payload_nbytes + 12 * 4 * p
 
 
-def test_on_an_emulated_network_the_card_counts_what_the_meter_says() -> None:
+def test_the_nic_of_an_emulated_host_counts_what_the_meter_counts() -> None:
     plan = dataclasses.replace(PLAN, task=Digits(model="wide"), link="1gbit", steps=6)
     try:
         with Network(parse_links("1gbit", 2)):
             pass
     except EmulationError as error:
         pytest.skip(str(error))
-    record = run(ask("allreduce"), plan)
+    record = run(parse_contender("allreduce"), plan)
     assert record.status == "ok", record.reason
-    assert record.card_nbytes_per_step is not None
-    assert record.card_nbytes_per_step == pytest.approx(record.payload_nbytes_per_step["foreground"], rel=0.05)
+    assert record.nic_nbytes_per_step is not None
+    assert record.nic_nbytes_per_step == pytest.approx(record.payload_nbytes_per_step["foreground"], rel=0.05)
 
 
 class Killed:
-    """A way whose second worker dies in the middle."""
+    """A strategy whose second worker is killed."""
 
-    is_peer, averages = True, True
+    is_baseline, averages = True, True
 
     def settings(self) -> dict[str, object]:
         return {}
@@ -77,18 +106,19 @@ class Killed:
     def join(self, model: object, optimizer: object) -> object:
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), 9)
-        return ask("ddp").way.join(model, optimizer)  # type: ignore[arg-type]
+        return parse_contender("ddp").strategy.join(model, optimizer)  # type: ignore[arg-type]
 
 
-def no_display(asked: Asked, plan: Plan) -> Display:
+def no_display(contender: Contender, plan: Plan) -> Display:
     import contextlib
 
     return contextlib.nullcontext()  # type: ignore[return-value]
 
 
 def test_a_worker_that_dies_fails_its_run_and_the_others_go_on(tmp_path: Path) -> None:
-    ways = [ask("none"), Asked("killed", "killed", Killed()), ask("local_sgd+period=2")]  # type: ignore[arg-type]
-    records = compare(ways, PLAN, 2, tmp_path, no_display)
+    killed = Contender("killed", "killed", Killed())  # type: ignore[arg-type]
+    contenders = [parse_contender("none"), killed, parse_contender("local_sgd+period=2")]
+    records = compare(contenders, PLAN, 2, tmp_path, no_display)
     assert [(r.name, r.seed, r.status) for r in records] == [
         (name, seed, "failed" if name == "killed" else "ok")
         for seed in (0, 1)
@@ -103,14 +133,14 @@ def test_a_worker_that_dies_fails_its_run_and_the_others_go_on(tmp_path: Path) -
 
 def some_record() -> Record:
     return Record(
-        name="ddp", way="ddp", is_peer=True, settings={}, task="digits", task_settings={}, metric="accuracy",
+        name="ddp", method="ddp", is_baseline=True, settings={}, task="digits", task_settings={}, metric="accuracy",
         higher_is_better=True, parameters=10, workers=2, link="none", rho=None, steps=5, seed=0, command="", date="",
-        versions={}, machine="", split=Split(1.0, None, None, None),
+        versions={}, machine="", step_time=StepTime(1.0, None, None, None),
     )  # fmt: skip
 
 
-def test_a_full_disk_leaves_the_lines_before(tmp_path: Path) -> None:
-    """In a process that may not write beyond 8 kB a file, which is how a full disk looks."""
+def test_a_full_disk_keeps_earlier_lines(tmp_path: Path) -> None:
+    """A process that may write at most 8 kB per file stands in for a full disk."""
 
     def run() -> str:
         file = RunsFile(tmp_path)
@@ -124,13 +154,13 @@ def test_a_full_disk_leaves_the_lines_before(tmp_path: Path) -> None:
         return "no error"
 
     (text,) = laconic.spawn(run, 1)
-    assert "the run of ddp is not written: " in text
+    assert "the run of ddp was not written: " in text
     assert RunsFile(tmp_path).read() == [some_record()]
     RunsFile(tmp_path).append(some_record())
     assert len(RunsFile(tmp_path).read()) == 2
 
 
-def test_a_run_that_diverged_is_written_in_plain_json(tmp_path: Path) -> None:
+def test_a_run_that_diverged_is_written_as_valid_json(tmp_path: Path) -> None:
     record = some_record()
     record.points.append(Point(1, 0.5, 10.0, None, {"loss": float("nan"), "accuracy": 0.1}, {"period": float("inf")}))
     record.train_loss.append((1, float("nan")))
@@ -138,24 +168,39 @@ def test_a_run_that_diverged_is_written_in_plain_json(tmp_path: Path) -> None:
     assert "NaN" not in RunsFile(tmp_path).path.read_text()
     (read,) = RunsFile(tmp_path).read()
     assert math.isnan(read.points[0].values["loss"])
-    assert read.points[0].method == {"period": math.inf}
+    assert read.points[0].method_metrics == {"period": math.inf}
     assert math.isnan(read.train_loss[0][1])
 
 
-def test_another_schema_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_schema_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"schema": 99}\n')
-    with pytest.raises(ValueError, match="must have schema 1, not 99"):
+    with pytest.raises(ValueError, match="must have schema 1 or 2, not 99"):
         RunsFile(tmp_path).read()
 
 
-def test_what_a_peer_takes_beyond_computing_is_waiting() -> None:
-    floor = dataclasses.replace(some_record(), way="none", split=Split(0.25, 0.25, 0.0, 0.0))
+def test_schema_1_is_still_read(tmp_path: Path) -> None:
     record = some_record()
-    _split_peer(record, [floor])
-    assert record.split == Split(1.0, 0.25, 0.75, 0.0)
-    alone = some_record()
-    _split_peer(alone, [])
-    assert alone.split == Split(1.0, None, None, None)
+    record.points.append(Point(1, 0.5, 10.0, 11.0, {"loss": 1.0, "accuracy": 0.1}, {"period": 4.0}))
+    record.nic_nbytes_per_step = 11.0
+    old = dataclasses.asdict(record) | {"schema": 1}
+    for new_name, name in (("method", "way"), ("is_baseline", "is_peer"), ("step_time", "split")):
+        old[name] = old.pop(new_name)
+    old["card_nbytes_per_step"] = old.pop("nic_nbytes_per_step")
+    old["split"] = {"step": 1.0, "compute": None, "waiting": None, "method": None}
+    (point,) = old["points"]
+    point["card_nbytes"], point["method"] = point.pop("nic_nbytes"), point.pop("method_metrics")
+    (tmp_path / "runs.jsonl").write_text(json.dumps(old) + "\n")
+    assert RunsFile(tmp_path).read() == [record]
+
+
+def test_the_time_of_a_baseline_beyond_computing_is_waiting() -> None:
+    alone = dataclasses.replace(some_record(), method="none", step_time=StepTime(0.25, 0.25, 0.0, 0.0))
+    record = some_record()
+    _infer_baseline_waiting(record, [alone])
+    assert record.step_time == StepTime(1.0, 0.25, 0.75, 0.0)
+    unknown = some_record()
+    _infer_baseline_waiting(unknown, [])
+    assert unknown.step_time == StepTime(1.0, None, None, None)
 
 
 def test_evaluated_steps() -> None:
@@ -164,33 +209,33 @@ def test_evaluated_steps() -> None:
     assert evaluated_steps(0, 1, 20) == [1]
 
 
-def test_an_output_folder_is_kept(tmp_path: Path) -> None:
+def test_an_output_folder_is_not_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    prepare(out, overwrite=False)
+    prepare_folder(out, overwrite=False)
     (out / "runs.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="exists and is not empty: choose another folder, or give --overwrite"):
-        prepare(out, overwrite=False)
-    prepare(out, overwrite=True)
+        prepare_folder(out, overwrite=False)
+    prepare_folder(out, overwrite=True)
     assert list(out.iterdir()) == []
     (out / "thesis.tex").write_text("")
-    with pytest.raises(FileExistsError, match=r"has no runs.jsonl, so laconic did not make it"):
-        prepare(out, overwrite=True)
+    with pytest.raises(FileExistsError, match=r"has no runs.jsonl, so laconic did not write it"):
+        prepare_folder(out, overwrite=True)
     assert (out / "thesis.tex").exists()
 
 
 def test_names_with_settings() -> None:
-    asked = ask("local_sgd+period=4+moments=averaged")
-    assert asked.way.settings() == {"period": 4, "moments": "averaged", "compressor": None}
-    chosen = ask("divisible+hops=2+background=auto").way.settings()
+    contender = parse_contender("local_sgd+period=4+moments=averaged")
+    assert contender.strategy.settings() == {"period": 4, "moments": "averaged", "compressor": None}
+    chosen = parse_contender("divisible+hops=2+background=auto").strategy.settings()
     assert (chosen["hops"], chosen["background"]) == (2, "auto")
-    assert ask("divisible+background=sign").way.settings()["background"] == Sign()
+    assert parse_contender("divisible+background=sign").strategy.settings()["background"] == Sign()
     for text, match in [
-        ("local_sdg", "no method or peer is called 'local_sdg'; did you mean local_sgd"),
+        ("local_sdg", "no method or baseline is called 'local_sdg'; did you mean local_sgd"),
         ("local_sgd+perod=4", "no setting of local_sgd is called 'perod'; did you mean period"),
         ("local_sgd+period", r"settings are written NAME\+key=value, and 'period'"),
         ("local_sgd+period=often", "local_sgd.period must be a whole number, not 'often'"),
         ("local_sgd+period=0", "period must be a whole number, at least 1, not 0"),
-        ("efficient_adam+server=0+dedicated=true", "here every worker trains"),
+        ("efficient_adam+server=0+dedicated=true", "every worker must train"),
     ]:
         with pytest.raises(ValueError, match=match):
-            ask(text)
+            parse_contender(text)

@@ -1,4 +1,4 @@
-"""How links are written, and what is refused."""
+"""The text form of links, and which texts are rejected."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_delay_and_loss(text: str, link: Link) -> None:
 @pytest.mark.parametrize(
     "text", ["", "none", "100", "mbit", "100mb", "100 mbit", "-1mbit", "100mbit,", "1e3mbit", "1mbit+1%+1ms", "1mbit+1"]
 )
-def test_what_does_not_parse_is_named_with_the_grammar(text: str) -> None:
+def test_errors_name_the_text_and_the_grammar(text: str) -> None:
     with pytest.raises(ValueError, match=r"RATE\[\+DELAY\]\[\+LOSS\].*not ") as raised:
         parse_links(text, workers=2)
     assert repr(text.split(",")[-1]) in str(raised.value)
@@ -47,7 +47,7 @@ def test_what_does_not_parse_is_named_with_the_grammar(text: str) -> None:
         ("10mbit+100%", "less than 100 %, not 1"),
     ],
 )
-def test_what_is_out_of_range_is_named_with_the_rule(text: str, rule: str) -> None:
+def test_values_out_of_range_are_rejected(text: str, rule: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse_links(text, workers=1)
     assert rule in str(raised.value)
@@ -55,7 +55,7 @@ def test_what_is_out_of_range_is_named_with_the_rule(text: str, rule: str) -> No
 
 
 @pytest.mark.parametrize("workers", [-1, 0, 65])
-def test_more_or_fewer_workers_than_sensible(workers: int) -> None:
+def test_number_of_workers_out_of_range(workers: int) -> None:
     with pytest.raises(ValueError, match=f"between 1 and 64, not {workers}"):
         parse_links("100mbit", workers)
 
@@ -66,7 +66,7 @@ def test_number_of_links_must_match() -> None:
 
 
 @given(st.integers(1_000_000, 10_000_000_000))
-def test_a_whole_segment_fits_the_burst_and_the_queue_is_short(bits_per_second: int) -> None:
+def test_a_segment_fits_into_the_burst_and_the_queue_is_short(bits_per_second: int) -> None:
     link = Link(bits_per_second)
     assert 2 * 1514 <= link.frames_per_segment * 1514 * 2 <= link.burst_nbytes <= link.queue_nbytes
     seconds_to_drain = link.queue_nbytes / link.frame_bytes_per_second

@@ -1,4 +1,4 @@
-"""The emulated network against the kernel: who reaches whom, how links are shaped, and that nothing stays behind."""
+"""Emulated networks on the real kernel: who reaches whom, how links are shaped, and that nothing is left behind."""
 
 import errno
 import multiprocessing
@@ -23,11 +23,11 @@ import pytest
 from laconic.emulate import EmulationError, Host, Link, Network, holder, parse_links
 from laconic.emulate.network import Namespace
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are a thing of Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces exist only on Linux")
 ROOT = Path(__file__).parents[2]
 PORT = 4000
 
-# Its children are not ours: as with the workers of a comparison, all that they know of a host came through a pickle.
+# Its children do not inherit from this process: like the workers of a comparison, they get hosts through pickle.
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["laconic.emulate"])
 
@@ -86,7 +86,7 @@ def transfer(source: Host, target: Host, nbytes: int) -> tuple[str, int]:
 
 
 def describe(host: Host, pipe: Connection) -> None:
-    """Interfaces, error on the way to the outside, and whether the loopback works."""
+    """Sends the interfaces, the error of connecting to the outside, and whether loopback works."""
     host.enter()
     with socket.socket() as outward:
         outside = outward.connect_ex(("192.0.2.1", 80))
@@ -96,7 +96,7 @@ def describe(host: Host, pipe: Connection) -> None:
 
 
 def shapers(host: Host, pipe: Connection) -> None:
-    """What the kernel says of the queueing disciplines: by interface, kind and rate, burst (in ticks), limit."""
+    """Sends rate, queue limit and frames per segment of each interface, as the kernel reports them."""
     from pyroute2 import IPRoute
 
     host.enter()
@@ -112,7 +112,7 @@ def shapers(host: Host, pipe: Connection) -> None:
     pipe.send(found)
 
 
-def kinds_of_shaper(host: Host, pipe: Connection) -> None:
+def disciplines(host: Host, pipe: Connection) -> None:
     from pyroute2 import IPRoute
 
     host.enter()
@@ -120,8 +120,8 @@ def kinds_of_shaper(host: Host, pipe: Connection) -> None:
         pipe.send({discipline.get("kind") for discipline in netlink.tc("dump")})
 
 
-def test_a_message_arrives_and_the_card_counts_it(network: Network) -> None:
-    slower, bystander, faster = network.hosts[0], 1, network.hosts[2]  # in this direction nothing is lost on the way
+def test_a_message_arrives_and_the_counters_include_it(network: Network) -> None:
+    slower, bystander, faster = network.hosts[0], 1, network.hosts[2]  # in this direction no frames are dropped
     before = network.counters()
     nbytes = 1_000_000
     assert transfer(slower, faster, nbytes) == (slower.address, nbytes)
@@ -133,7 +133,7 @@ def test_a_message_arrives_and_the_card_counts_it(network: Network) -> None:
     # acknowledgements, one for two frames or fewer
     assert 0 < sent[2] < 0.05 * nbytes
     assert abs(received[0] - sent[2]) < 200
-    # the third saw no more than the question who has the address
+    # the third host received only the ARP request
     assert sent[bystander] == 0
     assert received[bystander] < 200
 
@@ -145,13 +145,13 @@ def test_an_idle_network_is_silent() -> None:
         assert network.counters() == [(0, 0), (0, 0)]
 
 
-def test_inside_a_host_there_is_its_link_and_no_way_out(network: Network) -> None:
+def test_a_host_has_only_its_link_and_no_route_outside(network: Network) -> None:
     for host in network.hosts:
         assert answer(describe, host) == ({"lo", "eth0"}, errno.ENETUNREACH, True)
     assert [host.address for host in network.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
 
 
-def test_each_link_is_shaped_both_ways_at_its_own_rate(network: Network) -> None:
+def test_each_link_is_shaped_in_both_directions_at_its_rate(network: Network) -> None:
     expected = [(link.frame_bytes_per_second, link.queue_nbytes, link.frames_per_segment) for link in network.links]
     assert [round(rate * 8 / 1e6) for rate, _, _ in expected] == [105, 21, 1046]
     assert [answer(shapers, host) for host in network.hosts] == [{"eth0": shaper} for shaper in expected]
@@ -162,7 +162,7 @@ def test_each_link_is_shaped_both_ways_at_its_own_rate(network: Network) -> None
 
 
 @pytest.mark.usefixtures("network")
-def test_nothing_is_made_in_the_machines_own_network() -> None:
+def test_nothing_is_added_to_the_machines_own_network() -> None:
     before = socket.if_nameindex()
     with Network([Link(10_000_000)]):
         assert socket.if_nameindex() == before
@@ -170,26 +170,26 @@ def test_nothing_is_made_in_the_machines_own_network() -> None:
 
 
 @pytest.mark.usefixtures("network")
-def test_delay_and_loss_are_made_or_refused_with_the_reason() -> None:
+def test_delay_and_loss_are_emulated_or_rejected_with_the_reason() -> None:
     with ExitStack() as stack:
         try:
             network = stack.enter_context(Network(parse_links("10mbit+5ms+1%", workers=2)))
         except EmulationError as error:
-            refusal = str(error)
+            reason = str(error)
         else:
-            assert answer(kinds_of_shaper, network.hosts[0]) >= {"netem", "tbf"}
+            assert answer(disciplines, network.hosts[0]) >= {"netem", "tbf"}
             return
-    assert "no netem" in refusal
-    assert "--link none" in refusal
+    assert "no netem" in reason
+    assert "--link none" in reason
 
 
 OWNER = """
 import os, pickle, signal, sys
 from laconic.emulate import Link, Network
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 with Network([Link(10_000_000)] * 2) as network:
     if os.fork() == 0:
-        # A child that outlives its parent, with every descriptor of it: no reason for the network to stay.
+        # A child that outlives its parent and holds all of its descriptors must not keep the network alive.
         sys.stdin.read()
         os._exit(0)
     sys.stdout.buffer.write(pickle.dumps((network.hosts, network._holder.pid)))
@@ -201,7 +201,7 @@ with Network([Link(10_000_000)] * 2) as network:
 """
 
 
-def refusal_to_enter(host: Host, pipe: Connection) -> None:
+def try_to_enter(host: Host, pipe: Connection) -> None:
     try:
         host.enter()
     except EmulationError as error:
@@ -211,7 +211,7 @@ def refusal_to_enter(host: Host, pipe: Connection) -> None:
 
 
 def witness(host: Host, pipe: Connection) -> None:
-    """Hold one host, and tell when the switch at the other end of its cable has ceased to exist."""
+    """Enters one host, and reports when the switch at the other end of its link is gone."""
     host.enter()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as changes:
         changes.bind((0, 1))  # RTMGRP_LINK
@@ -225,7 +225,7 @@ def witness(host: Host, pipe: Connection) -> None:
     ("end", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, -signal.SIGINT), ("raise", 1)]
 )
 @pytest.mark.usefixtures("network")
-def test_nothing_is_left_however_the_owner_ends(end: signal.Signals | str, status: int) -> None:
+def test_nothing_is_left_when_the_owner_ends(end: signal.Signals | str, status: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(end)],
         cwd=ROOT,
@@ -254,15 +254,15 @@ def test_nothing_is_left_however_the_owner_ends(end: signal.Signals | str, statu
             assert select.select([holder_ends], [], [], 30)[0]
             os.close(holder_ends)
         assert process.wait() == status
-        assert "closed" in answer(refusal_to_enter, hosts[1])
+        assert "closed" in answer(try_to_enter, hosts[1])
 
 
 @pytest.mark.usefixtures("network")
-def test_the_owner_learns_that_the_holder_died() -> None:
+def test_the_owner_is_told_that_the_holder_died() -> None:
     with Network([Link(10_000_000)]) as network:
         assert network._holder is not None
         network._holder.kill()
-        with pytest.raises(EmulationError, match="ended by itself, with status -9"):
+        with pytest.raises(EmulationError, match="ended unexpectedly, with status -9"):
             network.counters()
         with pytest.raises(EmulationError, match="closed"):
             network.counters()
@@ -286,7 +286,7 @@ def test_number_of_hosts(count: int) -> None:
         Network([Link(10_000_000)] * count)
 
 
-# Inside a user namespace the privilege to read files, of the test below, is gone: nothing may be imported there.
+# Inside a user namespace, the test below loses its privilege to read files: nothing may be imported there.
 WITHOUT_PRIVILEGES = """
 import os, signal, socket
 signal.alarm(30)
@@ -300,12 +300,12 @@ with Network(parse_links("100mbit", workers=2)) as network:
             os.write(tell, b"!")
             flow, _ = server.accept()
             flow.sendall(flow.recv(100).upper())
-        network.close()  # not this process's to close: it stays
+        network.close()  # does nothing in a forked child
         os._exit(0)
     os.read(ready, 1)
     if os.fork() == 0:
         uid = os.getuid()
-        network.hosts[1].enter()  # and from one host to another
+        network.hosts[1].enter()  # then moves from one host to another
         network.hosts[0].enter()
         assert os.getuid() == uid
         with socket.socket() as flow:
@@ -323,32 +323,34 @@ def test_without_privileges() -> None:
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("run as root, and setpriv, which would drop the privileges, is not installed")
-        # The one privilege kept is to read files: Python may be installed where only root can look.
+        # The privilege to read files is kept, because Python may be installed where only root can read.
         capabilities = "-all,+dac_read_search"
         drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         command = [*drop, f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", *command]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if "this user may make no network namespace" in result.stderr:
+    if "this user is not allowed to create a network namespace" in result.stderr:
         pytest.skip(result.stderr.splitlines()[-1])
     assert (result.returncode, result.stdout) == (0, "HELLO\n"), result.stderr
 
 
-def test_where_the_kernel_forbids_it_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(flags: int) -> None:
+def test_the_error_says_when_the_kernel_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(flags: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(holder, "unshare", refuse)
-    with pytest.raises(holder.CannotEmulateError, match=r"no network namespace.*user\.max_user_namespaces"):
-        holder.become_able_to_make_networks()
+    monkeypatch.setattr(holder, "unshare", deny)
+    with pytest.raises(
+        holder.CannotEmulateError, match=r"not allowed to create a network namespace.*user\.max_user_namespaces"
+    ):
+        holder.acquire_network_privileges()
 
 
-def test_on_another_platform_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_on_other_platforms_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(EmulationError, match=r"Linux, and this is darwin.*--link none"), Network([Link(10_000_000)]):
         pass
 
 
-def test_without_pyroute2_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_without_pyroute2_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "pyroute2.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(EmulationError, match=r"pyroute2 is not installed.*--link none"), Network([Link(10_000_000)]):

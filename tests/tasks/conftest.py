@@ -1,4 +1,4 @@
-"""Made-up datasets in the real formats, in folders of their own: no test sees the user's data or cache."""
+"""Synthetic datasets in the real file formats, in temporary folders: no test reads the user's data or cache."""
 
 import gzip
 import io
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from laconic.tasks.data import images, text
-from laconic.tasks.data.dataset import Dataset, File, Form, digest
+from laconic.tasks.data.dataset import Dataset, File, FileSet, digest
 
 
 @pytest.fixture(autouse=True)
 def data_folder(tmp_path, monkeypatch) -> Path:
-    """An empty data folder, and an empty cache folder beside it."""
+    """Creates an empty data folder, and an empty cache folder next to it."""
     folder = tmp_path / "data"
     folder.mkdir()
     monkeypatch.setenv("LACONIC_DATA", str(folder))
@@ -24,9 +24,9 @@ def data_folder(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def with_digests(form: Form, contents: dict[str, bytes]) -> Form:
-    """The form, expecting these contents instead of the real ones."""
-    return replace(form, files=tuple(File(f.path, (digest("sha256", contents[f.path]),)) for f in form.files))
+def with_digests(file_set: FileSet, contents: dict[str, bytes]) -> FileSet:
+    """Returns the file set with the digests of `contents` instead of the real ones."""
+    return replace(file_set, files=tuple(File(f.path, (digest("sha256", contents[f.path]),)) for f in file_set.files))
 
 
 def write(folder: Path, contents: dict[str, bytes]) -> None:
@@ -36,14 +36,14 @@ def write(folder: Path, contents: dict[str, bytes]) -> None:
         path.write_bytes(content)
 
 
-def only(dataset: Dataset, form: Form, contents: dict[str, bytes]) -> Dataset:
-    """The dataset in one form and with these contents."""
-    expected = with_digests(form, contents)
-    return replace(dataset, forms=(expected,), fetched=expected)
+def only(dataset: Dataset, file_set: FileSet, contents: dict[str, bytes]) -> Dataset:
+    """Returns the dataset with a single file set, which has the digests of `contents`."""
+    expected = with_digests(file_set, contents)
+    return replace(dataset, file_sets=(expected,), fetched=expected)
 
 
-def made_up_images(shape: tuple[int, ...], train: int = 80, test: int = 40) -> dict[str, np.ndarray]:
-    """Ten classes, told apart by brightness."""
+def synthetic_images(shape: tuple[int, ...], train: int = 80, test: int = 40) -> dict[str, np.ndarray]:
+    """Returns images of ten classes that differ in brightness."""
     rng = np.random.default_rng(0)
     arrays = {}
     for part, count in (("train", train), ("test", test)):
@@ -54,7 +54,7 @@ def made_up_images(shape: tuple[int, ...], train: int = 80, test: int = 40) -> d
 
 
 def npz(arrays: dict[str, np.ndarray]) -> bytes:
-    """LZMA-compressed members, as in the copies that are passed around."""
+    """Returns an .npz archive with LZMA-compressed members, as in published copies."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_LZMA) as archive:
         for name, array in arrays.items():
@@ -68,7 +68,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def idx_files(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
-    """Fashion-MNIST's four files."""
+    """Returns the four files of Fashion-MNIST."""
     names = ("x_train", "y_train", "x_test", "y_test")
     return {
         f"fashion-mnist/{file}": gzip.compress(idx(arrays[name]))
@@ -77,7 +77,7 @@ def idx_files(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 def cifar_batches(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
-    """CIFAR-10's six files."""
+    """Returns the six files of CIFAR-10."""
     parts = [
         *zip(np.split(arrays["x_train"], 5), np.split(arrays["y_train"], 5), strict=True),
         (arrays["x_test"], arrays["y_test"]),
@@ -101,19 +101,19 @@ PAIRS = {
 
 
 @pytest.fixture
-def made_up_data(data_folder, monkeypatch) -> None:
-    """A tiny set for every task that needs one, complete in the data folder."""
-    fashion = {"fashion_mnist.npz": npz(made_up_images((28, 28)))}
-    whole = cifar_batches(made_up_images((32, 32, 3)))
-    subset = {"cifar10_10k.npz": npz(made_up_images((32, 32, 3), train=40, test=20))}
+def synthetic_data(data_folder, monkeypatch) -> None:
+    """Writes a tiny dataset for every task that needs one to the data folder."""
+    fashion = {"fashion_mnist.npz": npz(synthetic_images((28, 28)))}
+    whole = cifar_batches(synthetic_images((32, 32, 3)))
+    subset = {"cifar10_10k.npz": npz(synthetic_images((32, 32, 3), train=40, test=20))}
     play = {"tinyshakespeare/input.txt": PLAY}
     pairs = {name: content.encode() for name, content in PAIRS.items()}
-    for module, name, form, contents in (
+    for module, name, file_set, contents in (
         (images, "FASHION", images.FASHION_NPZ, fashion),
         (images, "CIFAR10", images.CIFAR10_BATCHES, whole),
-        (images, "CIFAR10_SUBSET", images.CIFAR10_SUBSET.forms[0], subset),
+        (images, "CIFAR10_SUBSET", images.CIFAR10_SUBSET.file_sets[0], subset),
         (text, "SHAKESPEARE", text.SHAKESPEARE_TEXT, play),
         (text, "MULTI30K", text.MULTI30K_TEXT, pairs),
     ):
         write(data_folder, contents)
-        monkeypatch.setattr(module, name, only(getattr(module, name), form, contents))
+        monkeypatch.setattr(module, name, only(getattr(module, name), file_set, contents))

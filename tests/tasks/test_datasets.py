@@ -1,4 +1,4 @@
-"""Datasets on disk: every form gives the same arrays, damage is found, unpacked copies are shared."""
+"""Datasets on disk: every file set gives the same arrays, corruption is detected, cached copies are shared."""
 
 import gzip
 import io
@@ -18,7 +18,7 @@ from laconic.tasks import TASKS, Cifar10, DatasetError, Fashion, Shakespeare
 from laconic.tasks.data import images, text
 from laconic.tasks.data.archive import deb_data, decode_png
 from laconic.tasks.data.bpe import UNKNOWN, decode, learn
-from laconic.tasks.data.cache import cache_folder, unpacked
+from laconic.tasks.data.cache import cache_folder, cached_arrays
 from laconic.tasks.data.dataset import File, digest
 from tests.tasks.conftest import (
     PAIRS,
@@ -26,9 +26,9 @@ from tests.tasks.conftest import (
     cifar_batches,
     idx,
     idx_files,
-    made_up_images,
     npz,
     only,
+    synthetic_images,
     with_digests,
     write,
 )
@@ -49,29 +49,29 @@ def test_the_default_data_folder_is_in_the_cache(monkeypatch):
         Fashion().load(0, 1, 0)
 
 
-@pytest.mark.parametrize("form", ["npz", "idx"])
-def test_fashion_in_each_form(form, data_folder, monkeypatch):
-    arrays = made_up_images((28, 28))
-    contents = {"fashion_mnist.npz": npz(arrays)} if form == "npz" else idx_files(arrays)
+@pytest.mark.parametrize("file_set", ["npz", "idx"])
+def test_fashion_from_each_file_set(file_set, data_folder, monkeypatch):
+    arrays = synthetic_images((28, 28))
+    contents = {"fashion_mnist.npz": npz(arrays)} if file_set == "npz" else idx_files(arrays)
     write(data_folder, contents)
-    chosen = images.FASHION_NPZ if form == "npz" else images.FASHION_IDX
+    chosen = images.FASHION_NPZ if file_set == "npz" else images.FASHION_IDX
     monkeypatch.setattr(images, "FASHION", only(images.FASHION, chosen, contents))
     split = Fashion().images()
     assert np.array_equal(split.train.pixels, arrays["x_train"])
     assert np.array_equal(split.test.labels, arrays["y_test"])
 
 
-@pytest.mark.parametrize("form", ["batches", "tar"])
-def test_cifar_in_each_form_whole_and_subset(form, data_folder, monkeypatch):
-    arrays = made_up_images((32, 32, 3), train=90, test=40)
+@pytest.mark.parametrize("file_set", ["batches", "tar"])
+def test_cifar_from_each_file_set_full_and_subset(file_set, data_folder, monkeypatch):
+    arrays = synthetic_images((32, 32, 3), train=90, test=40)
     contents = cifar_batches(arrays)
-    if form == "tar":
+    if file_set == "tar":
         contents = {"cifar-10-binary.tar.gz": tar(contents)}
     write(data_folder, contents)
     monkeypatch.setattr(images, "SUBSET", {"train": 8, "test": 2})
-    place = 0 if form == "batches" else 1
-    whole = only(images.CIFAR10, images.CIFAR10.forms[place], contents)
-    subset = only(images.CIFAR10_SUBSET, images.CIFAR10_SUBSET.forms[1 + place], contents)
+    place = 0 if file_set == "batches" else 1
+    whole = only(images.CIFAR10, images.CIFAR10.file_sets[place], contents)
+    subset = only(images.CIFAR10_SUBSET, images.CIFAR10_SUBSET.file_sets[1 + place], contents)
     monkeypatch.setattr(images, "CIFAR10", whole)
     monkeypatch.setattr(images, "CIFAR10_SUBSET", subset)
     split = Cifar10().images()
@@ -92,7 +92,7 @@ def tar(contents):
     return out.getvalue()
 
 
-@pytest.mark.usefixtures("made_up_data")
+@pytest.mark.usefixtures("synthetic_data")
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])
 def test_a_corrupted_file_is_named_with_both_digests(damage, data_folder):
     path = data_folder / "fashion_mnist.npz"
@@ -112,25 +112,25 @@ def test_a_gz_is_verified_packed_or_unpacked():
     packed = gzip.compress(content, mtime=1)
     for accepted in (content, packed):
         File("a.gz", (digest("md5", accepted),)).check(packed)
-    for damaged in (gzip.compress(content + b"!"), packed[:-3], b"not gzip"):
+    for corrupted in (gzip.compress(content + b"!"), packed[:-3], b"not gzip"):
         with pytest.raises(DatasetError, match=r"a\.gz is corrupted"):
-            File("a.gz", (digest("md5", content), digest("sha256", packed))).check(damaged)
+            File("a.gz", (digest("md5", content), digest("sha256", packed))).check(corrupted)
 
 
 def test_the_real_digests_are_in_place():
-    """A typing error in a digest would only show with the real data, which no test has."""
-    assert images.FASHION.fetched is images.FASHION.forms[1]
+    """A typo in a digest would only fail with the real data, which no test has."""
+    assert images.FASHION.fetched is images.FASHION.file_sets[1]
     for dataset in (images.FASHION, images.CIFAR10, images.CIFAR10_SUBSET, text.SHAKESPEARE, text.MULTI30K):
         assert dataset.fetched.files
         assert dataset.sources
-        for form in dataset.forms:
-            for file in form.files:
+        for file_set in dataset.file_sets:
+            for file in file_set.files:
                 for kind, value in (known.split(":") for known in file.digests):
                     assert len(bytes.fromhex(value)) == {"md5": 16, "sha256": 32}[kind]
 
 
-@pytest.mark.usefixtures("made_up_data")
-def test_arrays_are_mapped_read_only_and_made_once(data_folder):
+@pytest.mark.usefixtures("synthetic_data")
+def test_arrays_are_mapped_read_only_and_unpacked_once(data_folder):
     first = images.FASHION.arrays()
     assert isinstance(first["x_train"], np.memmap)
     with pytest.raises(ValueError, match="read-only"):
@@ -139,54 +139,54 @@ def test_arrays_are_mapped_read_only_and_made_once(data_folder):
     assert np.array_equal(images.FASHION.arrays()["x_train"], first["x_train"])
 
 
-def test_several_at_once_unpack_once():
-    # Threads stand for processes: the kernel's lock belongs to the open file, of which each has its own.
-    made = []
-    together = threading.Barrier(4)
+def test_concurrent_readers_unpack_once():
+    # Threads stand in for processes: flock belongs to the open file description, and each thread opens its own.
+    calls = []
+    barrier = threading.Barrier(4)
 
-    def make():
-        made.append(1)
+    def unpack():
+        calls.append(1)
         return {"a": np.arange(1000)}
 
     def worker(_):
-        together.wait()
-        return int(unpacked("shared", make)["a"].sum())
+        barrier.wait()
+        return int(cached_arrays("shared", unpack)["a"].sum())
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(worker, range(4))) == [499500] * 4
-    assert made == [1]
+    assert calls == [1]
 
 
-@pytest.mark.usefixtures("made_up_data")
+@pytest.mark.usefixtures("synthetic_data")
 def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(DatasetError, match=r"cannot unpack fashion: .*XDG_CACHE_HOME chooses another place"):
+    with pytest.raises(DatasetError, match=r"cannot unpack fashion: .*set XDG_CACHE_HOME to use another folder"):
         Fashion().load(0, 1, 0)
 
 
-def test_a_crash_while_unpacking_leaves_nothing_that_looks_finished():
+def test_a_crash_while_unpacking_leaves_no_cached_copy():
     class Unsavable(dict):
         def items(self):
             yield "a", np.arange(3)
             raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        unpacked("crashed", Unsavable)
+        cached_arrays("crashed", Unsavable)
     assert [path.name for path in (cache_folder() / "unpacked").iterdir()] == ["crashed.lock"]
-    assert np.array_equal(unpacked("crashed", lambda: {"a": np.arange(3)})["a"], [0, 1, 2])
+    assert np.array_equal(cached_arrays("crashed", lambda: {"a": np.arange(3)})["a"], [0, 1, 2])
 
 
-def test_another_expected_digest_is_another_copy(data_folder, monkeypatch):
+def test_different_digests_have_separate_cached_copies(data_folder, monkeypatch):
     for count in (80, 90):
-        contents = {"fashion_mnist.npz": npz(made_up_images((28, 28), train=count))}
+        contents = {"fashion_mnist.npz": npz(synthetic_images((28, 28), train=count))}
         write(data_folder, contents)
         monkeypatch.setattr(images, "FASHION", only(images.FASHION, images.FASHION_NPZ, contents))
         assert len(Fashion().images().train.labels) == count
 
 
-@pytest.mark.usefixtures("made_up_data")
-def test_characters_are_numbered_and_split():
+@pytest.mark.usefixtures("synthetic_data")
+def test_characters_are_indexed_and_split():
     arrays = text.SHAKESPEARE.arrays()
     restored = arrays["alphabet"][np.concatenate([arrays["train"], arrays["test"]])].tobytes()
     assert restored == PLAY
@@ -201,8 +201,8 @@ def test_a_text_too_short_for_the_workers(data_folder, monkeypatch):
         Shakespeare().load(0, 8, 0)
 
 
-@pytest.mark.usefixtures("made_up_data")
-def test_sentences_survive_the_vocabulary():
+@pytest.mark.usefixtures("synthetic_data")
+def test_encoding_and_decoding_restores_sentences():
     arrays = text.MULTI30K.arrays()
     pieces = json.loads(arrays["pieces"].tobytes())
     offsets = arrays["train_target_offsets"]
@@ -212,7 +212,7 @@ def test_sentences_survive_the_vocabulary():
 
 
 def test_languages_with_different_line_counts():
-    with pytest.raises(ValueError, match=r"as many lines, not \[2, 1, 1, 1\]"):
+    with pytest.raises(ValueError, match=r"the same number of lines, not \[2, 1, 1, 1\]"):
         text.read_pairs([b"a\nb\n", b"a\n", b"a\n", b"a\n"])
 
 
@@ -234,7 +234,7 @@ def test_the_first_merges_are_the_most_frequent_pairs_ties_in_alphabetical_order
 
 
 def png(pixels, filters):
-    """An encoder as plain as the format allows, the decoder's opposite."""
+    """Encodes pixels as PNG, with the given filter for each row."""
     height, width, _ = pixels.shape
     values = pixels.reshape(height, -1).astype(int)
     rows = []
@@ -260,13 +260,13 @@ def png(pixels, filters):
 def test_png_with_every_filter():
     pixels = np.random.default_rng(0).integers(0, 256, (10, 7, 3)).astype(np.uint8)
     assert np.array_equal(decode_png(png(pixels, [0, 1, 2, 3, 4] * 2)), pixels)
-    for damaged in (b"GIF89a", png(pixels, [0] * 10).replace(b"\x08\x02\x00\x00\x00", b"\x08\x06\x00\x00\x00")):
+    for corrupted in (b"GIF89a", png(pixels, [0] * 10).replace(b"\x08\x02\x00\x00\x00", b"\x08\x06\x00\x00\x00")):
         with pytest.raises(ValueError, match="not a"):
-            decode_png(damaged)
+            decode_png(corrupted)
 
 
 def test_cifar_from_the_npm_package(tmp_path):
-    arrays = made_up_images((32, 32, 3), train=50, test=10)
+    arrays = synthetic_images((32, 32, 3), train=50, test=10)
     expected = cifar_batches(arrays)
     parts = [*np.split(arrays["x_train"], 5), arrays["x_test"]]
     members = {
@@ -289,19 +289,19 @@ def deb(data):
 
 
 def test_fashion_from_the_debian_package(tmp_path):
-    contents = idx_files(made_up_images((28, 28)))
+    contents = idx_files(synthetic_images((28, 28)))
     path = tmp_path / "package.deb"
     path.write_bytes(deb(tar({f"./usr/share/datasets/{name}": content for name, content in contents.items()})))
     assert dict(images.unpack_fashion_deb([path])) == contents
-    for damaged in (b"PK", deb(b"")[:72]):
+    for corrupted in (b"PK", deb(b"")[:72]):
         with pytest.raises(ValueError, match="Debian package"):
-            deb_data(damaged)
+            deb_data(corrupted)
 
 
-def test_a_form_needs_all_its_files(data_folder):
-    contents = idx_files(made_up_images((28, 28)))
-    form = with_digests(images.FASHION_IDX, contents)
-    dataset = replace(images.FASHION, forms=(form,), fetched=form)
+def test_a_file_set_is_present_only_with_all_its_files(data_folder):
+    contents = idx_files(synthetic_images((28, 28)))
+    file_set = with_digests(images.FASHION_IDX, contents)
+    dataset = replace(images.FASHION, file_sets=(file_set,), fetched=file_set)
     contents.pop("fashion-mnist/t10k-labels-idx1-ubyte.gz")
     write(data_folder, contents)
     assert dataset.present() is None

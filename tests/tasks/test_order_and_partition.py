@@ -1,4 +1,4 @@
-"""Who holds which sample, and in which order: pure functions of the seed that lose and repeat nothing."""
+"""Partitions and sample order: pure functions of the seed that neither lose nor repeat a sample."""
 
 import numpy as np
 import pytest
@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laconic.tasks.order import Order
-from laconic.tasks.partition import deal, parse_partition
+from laconic.tasks.partition import parse_partition, shard_indices
 
 LABELS = np.repeat(np.arange(10), 60)
 
 
 @pytest.mark.parametrize("text", ["iid", "contiguous", "classes:1", "classes:2", "dirichlet:0.3", "dirichlet:0.01"])
 @pytest.mark.parametrize("size", [1, 3, 4, 8])
-def test_every_sample_has_exactly_one_worker_and_no_worker_goes_without(text, size):
-    parts = [deal(parse_partition(text), LABELS, rank, size, seed=5) for rank in range(size)]
+def test_every_sample_has_exactly_one_worker_and_every_worker_has_samples(text, size):
+    parts = [shard_indices(parse_partition(text), LABELS, rank, size, seed=5) for rank in range(size)]
     assert sorted(np.concatenate(parts)) == list(range(len(LABELS)))
     assert min(map(len, parts)) >= len(LABELS) // (10 * size)
 
@@ -25,27 +25,30 @@ def test_every_sample_has_exactly_one_worker_and_no_worker_goes_without(text, si
     size=st.integers(1, 12),
     seed=st.integers(0, 3),
 )
-def test_small_and_lopsided_sets_are_dealt_whole_too(text, labels, size, seed):
+def test_small_and_unbalanced_sets_are_divided_completely(text, labels, size, seed):
     array = np.array(labels)
     if len(labels) < size:
         with pytest.raises(ValueError, match=f"{size} workers need at least {size} samples"):
-            deal(parse_partition(text), array, 0, size, seed)
+            shard_indices(parse_partition(text), array, 0, size, seed)
         return
-    parts = [deal(parse_partition(text), array, rank, size, seed) for rank in range(size)]
+    parts = [shard_indices(parse_partition(text), array, rank, size, seed) for rank in range(size)]
     assert sorted(np.concatenate(parts)) == list(range(len(labels)))
     assert min(map(len, parts)) >= 1
 
 
-def test_dirichlet_tops_up_a_worker_that_would_be_empty():
-    # So small a concentration gives each class to one worker: of 2 classes, at most 2 of 8 workers get any.
-    parts = [deal(parse_partition("dirichlet:0.001"), np.repeat([0, 1], 400), rank, 8, seed=0) for rank in range(8)]
+def test_dirichlet_gives_every_worker_a_minimum():
+    # This small concentration gives each class to one worker, so at most 2 of 8 workers would get any samples.
+    parts = [
+        shard_indices(parse_partition("dirichlet:0.001"), np.repeat([0, 1], 400), rank, 8, seed=0) for rank in range(8)
+    ]
     assert sorted(map(len, parts))[:6] == [10] * 6
 
 
-def test_partitions_are_as_uneven_as_they_say():
+def test_partitions_are_as_non_iid_as_their_settings_say():
     def classes(text):
         return [
-            np.bincount(LABELS[deal(parse_partition(text), LABELS, rank, 5, seed=1)], minlength=10) for rank in range(5)
+            np.bincount(LABELS[shard_indices(parse_partition(text), LABELS, rank, 5, seed=1)], minlength=10)
+            for rank in range(5)
         ]
 
     assert all((counts > 0).all() for counts in classes("iid"))
@@ -56,7 +59,7 @@ def test_partitions_are_as_uneven_as_they_say():
 @pytest.mark.parametrize("text", ["iid", "classes:2", "dirichlet:0.3"])
 def test_the_seed_decides_the_partition(text):
     partition = parse_partition(text)
-    once, again, other = (deal(partition, LABELS, 1, 4, seed) for seed in (7, 7, 8))
+    once, again, other = (shard_indices(partition, LABELS, 1, 4, seed) for seed in (7, 7, 8))
     assert np.array_equal(once, again)
     assert not np.array_equal(once, other)
 
@@ -77,16 +80,16 @@ def test_the_seed_decides_the_partition(text):
         ("dirichlet:x", "not 'dirichlet:x'"),
     ],
 )
-def test_a_partition_that_does_not_parse(text, message):
+def test_invalid_partition_texts(text, message):
     with pytest.raises(ValueError, match=message):
         parse_partition(text)
 
 
-def test_a_partition_that_cannot_be():
+def test_impossible_partitions_are_rejected():
     with pytest.raises(ValueError, match="classes:2 over 4 workers needs 8 samples, not 5"):
-        deal(parse_partition("classes:2"), np.zeros(5, int), 0, 4, 0)
+        shard_indices(parse_partition("classes:2"), np.zeros(5, int), 0, 4, 0)
     with pytest.raises(ValueError, match="rank must be at least 0 and below size = 4, not 4"):
-        deal(parse_partition("iid"), LABELS, 4, 4, 0)
+        shard_indices(parse_partition("iid"), LABELS, 4, 4, 0)
 
 
 @given(samples=st.integers(1, 50), batch_size=st.integers(1, 70), seed=st.integers(0, 5))
@@ -111,7 +114,7 @@ def test_order_is_random_access_and_keyed_by_seed_rank_and_epoch():
         assert not np.array_equal(forward[0], Order(np.arange(40), 8, seed, rank)(0))
 
 
-def test_negative_steps_and_seeds_are_refused():
+def test_negative_steps_and_seeds_are_rejected():
     with pytest.raises(ValueError, match="step must not be negative, not -1"):
         Order(np.arange(4), 2, 0, 0)(-1)
     with pytest.raises(ValueError, match="negative"):

@@ -1,4 +1,4 @@
-"""What every task promises, run over the table, and what each one is."""
+"""Properties that every task must have, and tests of individual tasks."""
 
 import inspect
 from dataclasses import FrozenInstanceError, fields, replace
@@ -11,7 +11,7 @@ from torch import nn
 
 from laconic.tasks import TASKS, Cifar10, Digits, Fashion, Quadratic, Shakespeare, Task, Translate, find_task
 
-pytestmark = pytest.mark.usefixtures("made_up_data")
+pytestmark = pytest.mark.usefixtures("synthetic_data")
 
 ALL = [
     Digits(model="cnn"),
@@ -61,7 +61,7 @@ def test_the_model_depends_on_torchs_seed_alone(task):
         torch.manual_seed(seed)
         states.append(torch.cat([p.detach().flatten() for p in task.build_model().parameters()]))
     assert torch.equal(states[0], states[1])
-    if not isinstance(task, Quadratic):  # which starts at the origin
+    if not isinstance(task, Quadratic):  # its weights always start at zero
         assert not torch.equal(states[0], states[2])
 
 
@@ -76,7 +76,7 @@ def test_the_loss_is_a_scalar_that_reaches_every_parameter(task):
 
 
 @every_task
-def test_evaluate_leaves_no_trace(task):
+def test_evaluate_changes_nothing(task):
     torch.manual_seed(0)
     model = task.build_model().train()
     frozen = next(model.children(), model).eval()
@@ -106,7 +106,7 @@ def test_evaluate_restores_the_mode_when_the_model_fails(task):
     assert model.training
 
 
-def test_the_workers_of_a_run_share_out_the_data():
+def test_shards_together_contain_all_data():
     task = Digits(batch_size=1437)
     everything = task.load(0, 1, seed=0).batch(0)[0].sum((1, 2, 3))
     shares = [replace(task, batch_size=size).load(rank, 4, seed=0) for rank, size in enumerate((360, 359, 359, 359))]
@@ -133,7 +133,7 @@ def test_optimizer_and_schedule(task):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_schedule_for_very_short_runs_never_stops_learning(steps):
+def test_the_learning_rate_of_very_short_runs_is_never_zero(steps):
     task = Quadratic()
     optimizer = task.build_optimizer(task.build_model())
     schedule = task.build_schedule(optimizer, steps)
@@ -161,7 +161,7 @@ def test_digits_learns(model):
     assert train(Digits(model=model, batch_size=64), 60)["accuracy"] > 0.85
 
 
-def test_quadratic_nears_its_optimum():
+def test_quadratic_converges_to_its_optimum():
     result = train(Quadratic(), 200)
     assert result["distance"] < 0.1  # it starts at 1
     assert result["excess_loss"] < 0.002
@@ -179,7 +179,13 @@ def test_quadratic_evaluates_exactly():
 
 @pytest.mark.parametrize(
     ("task", "parameters"),
-    [(Digits(model="wide"), 1_126_410), (Fashion(), 1_863_690), (Cifar10(), 272_474), (Translate(), 1_450_496)],
+    [
+        (Digits(model="wide"), 1_126_410),
+        (Fashion(), 1_863_690),
+        (Cifar10(), 272_474),
+        (Shakespeare(), 809_984),
+        (Translate(), 1_450_496),
+    ],
     ids=lambda value: value.name if isinstance(value, Task) else str(value),
 )
 def test_model_sizes(task, parameters):
@@ -202,7 +208,7 @@ def test_a_non_iid_partition_reaches_the_shard():
     assert len(replace(task, partition="iid").load(0, 10, seed=0).batch(0)[1].unique()) == 10
 
 
-def test_augmentation_shifts_and_mirrors_and_invents_nothing():
+def test_augmentation_only_shifts_and_mirrors():
     task = Cifar10()
     pixels = np.random.default_rng(0).integers(1, 255, (50, 32, 32, 3)).astype(np.uint8)
     changed = task.augmented(pixels, np.random.default_rng(1))
@@ -230,7 +236,7 @@ def test_shakespeare_predicts_the_next_character():
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-def test_characters_cannot_see_the_future():
+def test_the_character_model_is_causal():
     model = Shakespeare().build_model().eval()
     x = torch.randint(0, 65, (1, 20))
     changed = x.clone()
@@ -238,6 +244,58 @@ def test_characters_cannot_see_the_future():
     with torch.no_grad():
         assert torch.allclose(model(x)[:, :12], model(changed)[:, :12], atol=1e-5)
         assert not torch.allclose(model(x)[:, 12:], model(changed)[:, 12:], atol=1e-3)
+
+
+def test_accumulated_gradients_are_the_mean_over_micro_batches():
+    recipe = Shakespeare(batch_size=2, accumulate=3)
+    torch.manual_seed(0)
+    model = recipe.build_model()
+    shard = recipe.load(0, 1, seed=0)
+    loss = recipe.backward(model, shard, step=2)
+    accumulated = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    batches = [shard.batch(step) for step in (6, 7, 8)]
+    joined = recipe.loss(model, tuple(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
+    joined.backward()
+    assert loss.item() == pytest.approx(joined.item(), rel=1e-5)
+    for gradient, parameter in zip(accumulated, model.parameters(), strict=True):
+        assert torch.allclose(gradient, parameter.grad, atol=1e-6)
+
+
+def test_clipping_bounds_the_gradient_norm():
+    for clip, bound in ((None, float("inf")), (0.25, 0.25)):
+        recipe = Shakespeare(batch_size=2, clip=clip)
+        torch.manual_seed(0)
+        model = recipe.build_model()
+        recipe.backward(model, recipe.load(0, 1, seed=0), step=0)
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+        assert norm == pytest.approx(bound, rel=1e-3) if clip else norm > 0.25
+
+
+def test_weight_decay_of_matrices_only_and_betas():
+    model = Shakespeare().build_model()
+    optimizer = Shakespeare(decay_matrices_only=True, betas=(0.9, 0.95)).build_optimizer(model)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95)] * 2
+    assert all(p.dim() == 2 for p in optimizer.param_groups[0]["params"])
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    (group,) = Shakespeare().build_optimizer(model).param_groups
+    assert (group["weight_decay"], group["betas"]) == (0.1, (0.9, 0.999))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0"),
+        ({"betas": (0.9,)}, "betas must be two numbers from 0"),
+        ({"betas": (0.9, 0.95), "optimizer": "sgd"}, "betas are for adam and adamw"),
+        ({"clip": 0.0}, "clip must be a number above 0 or None, not 0.0"),
+        ({"accumulate": 0}, "accumulate must be a whole number of at least 1, not 0"),
+    ],
+)
+def test_bad_settings_of_the_gpt_recipe(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Shakespeare(**settings)
 
 
 def test_greedy_decoding_equals_step_by_step_argmax_of_the_whole_model():
@@ -264,7 +322,7 @@ def test_padding_changes_no_translation():
         assert torch.allclose(model(source, target), model(padded, target), atol=1e-4)
 
 
-def test_translate_learns_made_up_sentences():
+def test_translate_learns_synthetic_sentences():
     result = train(Translate(batch_size=16), 40)
     assert result["bleu"] > 50
     assert result["loss"] < 1.5

@@ -1,4 +1,4 @@
-"""Datasets: verified files in, shared memory-mapped arrays out; `fetch(name)` downloads one."""
+"""Datasets: verifies files by checksum and maps them as shared arrays. `fetch(name)` downloads a dataset."""
 
 from laconic.tasks.data.dataset import Dataset, DatasetError, data_folder
 from laconic.tasks.data.table import DATASETS, fetch

@@ -1,4 +1,4 @@
-"""Reading what mirrors pack datasets into: Debian packages, tar files and PNG images."""
+"""Reads the archives in which mirrors distribute datasets: Debian packages, tar files and PNG images."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def keep(folder: str, paths: list[Path], names: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """The downloads as they are, under their names in a folder."""
+def read_files(folder: str, paths: list[Path], names: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    """Yields (folder/name, content) of each downloaded file, unchanged."""
     for path, name in zip(paths, names, strict=True):
         yield f"{folder}/{name}", path.read_bytes()
 
 
 def tar_members(content: bytes, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """(last part of the name, content) of the regular files whose names end so; nothing is ever written to disk."""
+    """Yields (file name without folders, content) of the regular files whose names end with one of `suffixes`.
+
+    Works in memory, so that names inside an untrusted archive never become paths on disk.
+    """
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         for member in tar:
             if member.isfile() and member.name.endswith(suffixes):
@@ -31,7 +34,7 @@ def tar_members(content: bytes, suffixes: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def deb_data(content: bytes) -> bytes:
-    """The data.tar.* of a Debian package, which is an `ar` archive of 60-byte headers and even-padded members."""
+    """Returns the data.tar.* of a Debian package: an `ar` archive with 60-byte headers, members padded to even size."""
     if not content.startswith(b"!<arch>\n"):
         raise ValueError("not a Debian package")
     offset = 8
@@ -46,7 +49,7 @@ def deb_data(content: bytes) -> bytes:
 
 
 def decode_png(content: bytes) -> NDArray[np.uint8]:
-    """An 8-bit RGB image without interlacing as (height, width, 3): all that is needed here."""
+    """Returns the pixels of an 8-bit RGB image without interlacing, (height, width, 3). Rejects all other PNG kinds."""
     if not content.startswith(b"\x89PNG\r\n\x1a\n"):
         raise ValueError("not a PNG image")
     offset = 8
@@ -81,7 +84,7 @@ def _compiled_unfilter() -> Callable[..., None]:
 
 
 def _unfilter(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-    # PNG 1.2, section 6: a byte is stored as its difference from a prediction out of those to its left and above.
+    # PNG 1.2, section 6: each byte is stored as the difference from a prediction made of its left and upper neighbours.
     for y in range(rows.shape[0]):
         kind = rows[y, 0]
         for x in range(out.shape[1]):

@@ -1,4 +1,4 @@
-"""Byte-pair encoding of words (Sennrich et al. 2016), learned deterministically and reversible for known characters."""
+"""Byte-pair encoding (Sennrich et al. 2016): deterministic to learn, and lossless for known characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ Pair = tuple[str, str]
 
 
 class Vocabulary:
-    """Pieces by number and the order of merges; a word keeps the space before it, so joining pieces restores text."""
+    """Subword pieces and the merges that build them.
+
+    Words keep the space before them, so concatenating pieces restores the text.
+
+    Args:
+        pieces: The string of each piece index.
+        merges: Pairs of pieces, in the order in which encoding merges them.
+    """
 
     def __init__(self, pieces: list[str], merges: list[Pair]) -> None:
         self.pieces = pieces
@@ -26,6 +33,7 @@ class Vocabulary:
         self._encode_word = lru_cache(maxsize=None)(self._encode_one)
 
     def encode(self, sentence: str) -> list[int]:
+        """Returns the piece indices of a sentence; unknown characters become UNKNOWN."""
         return [number for word in words(sentence) for number in self._encode_word(word)]
 
     def _encode_one(self, word: str) -> tuple[int, ...]:
@@ -34,22 +42,22 @@ class Vocabulary:
             best = min(pairwise(symbols), key=lambda pair: self._rank.get(pair, len(self._rank)))
             if best not in self._rank:
                 break
-            symbols = merged(symbols, best)
+            symbols = merge_pair(symbols, best)
         return tuple(self._number.get(symbol, UNKNOWN) for symbol in symbols)
 
 
 def decode(pieces: list[str], numbers: Iterable[int]) -> str:
-    """The sentence of these pieces, without the special ones."""
+    """Returns the sentence that the piece indices spell, without special pieces."""
     return "".join(pieces[n] for n in numbers if n >= len(SPECIAL)).strip()
 
 
 def words(sentence: str) -> list[str]:
-    """Words and runs of punctuation, each with the space before it; the first is treated as if it had one."""
+    """Returns words and runs of punctuation, each with the space before it. The first word gets a space too."""
     return WORD.findall(" " + " ".join(sentence.split()))
 
 
-def merged(symbols: list[str], pair: Pair) -> list[str]:
-    """The symbols with each occurrence of the pair, from the left, made one."""
+def merge_pair(symbols: list[str], pair: Pair) -> list[str]:
+    """Returns the symbols with every occurrence of `pair` merged into one, from left to right."""
     out: list[str] = []
     i = 0
     while i < len(symbols):
@@ -63,9 +71,15 @@ def merged(symbols: list[str], pair: Pair) -> list[str]:
 
 
 def learn(sentences: Iterable[str], size: int) -> Vocabulary:
-    """At most `size` pieces: the special ones, every character, then the most frequent pair again and again.
+    """Learns a vocabulary of at most `size` pieces.
 
-    Among equally frequent pairs the first in alphabetical order wins, so the result depends on the text alone.
+    The vocabulary starts with the special pieces and all characters; then the most frequent pair is merged repeatedly.
+    Ties are broken alphabetically, so the result depends only on the text.
+
+    Example:
+        >>> vocabulary = learn(["low lower lowest"], size=20)
+        >>> decode(vocabulary.pieces, vocabulary.encode("lower low"))
+        'lower low'
     """
     counts = Counter(word for sentence in sentences for word in words(sentence))
     spelled = [list(word) for word in sorted(counts)]
@@ -77,7 +91,7 @@ def learn(sentences: Iterable[str], size: int) -> Vocabulary:
         for pair in pairwise(symbols):
             frequency[pair] += weight[i]
             where[pair].add(i)
-    # Entries of the heap go stale when a frequency changes; each change pushes the present one.
+    # Heap entries become stale when a frequency changes; every change pushes a fresh entry, and stale ones are skipped.
     heap = [(-count, pair) for pair, count in frequency.items()]
     heapq.heapify(heap)
     merges: list[Pair] = []
@@ -87,7 +101,7 @@ def learn(sentences: Iterable[str], size: int) -> Vocabulary:
         if frequency[pair] != -negative or negative == 0:
             continue
         merges.append(pair)
-        if pair[0] + pair[1] not in known:  # two merges may spell the same piece
+        if pair[0] + pair[1] not in known:  # different merges may produce the same string
             known.add(pair[0] + pair[1])
             pieces.append(pair[0] + pair[1])
         changed: set[Pair] = set()
@@ -95,7 +109,7 @@ def learn(sentences: Iterable[str], size: int) -> Vocabulary:
             for old in pairwise(spelled[i]):
                 frequency[old] -= weight[i]
                 changed.add(old)
-            spelled[i] = merged(spelled[i], pair)
+            spelled[i] = merge_pair(spelled[i], pair)
             for new in pairwise(spelled[i]):
                 frequency[new] += weight[i]
                 where[new].add(i)

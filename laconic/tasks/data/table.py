@@ -1,4 +1,4 @@
-"""The table of datasets, by the name that `laconic data NAME` takes."""
+"""Finds datasets by the NAME in `laconic data NAME`."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ DATASETS: dict[str, Dataset] = {dataset.command: dataset for dataset in (CIFAR10
 
 
 def fetch(name: str, progress: Progress | None = None) -> list[Path]:
-    """Fetch and verify a dataset; the paths of its files. See `fetch_dataset`."""
+    """Downloads and verifies the dataset called `name`; returns the paths of its files. See `fetch_dataset`."""
     return fetch_dataset(look_up("dataset", name, DATASETS), progress)

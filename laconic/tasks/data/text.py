@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from laconic.tasks.data.archive import keep
+from laconic.tasks.data.archive import read_files
 from laconic.tasks.data.bpe import BEGIN, END, learn
-from laconic.tasks.data.dataset import Arrays, Dataset, File, Form, Source
+from laconic.tasks.data.dataset import Arrays, Dataset, File, FileSet, Source
 
 GITHUB = "https://raw.githubusercontent.com"
 
@@ -19,7 +19,7 @@ GITHUB = "https://raw.githubusercontent.com"
 
 
 def read_characters(contents: list[bytes]) -> Arrays:
-    """Each character by its place in the sorted alphabet, uint8; the last tenth is the test."""
+    """Returns each character's index in the sorted alphabet, uint8. The last tenth of the text is the test set."""
     text = np.frombuffer(contents[0], np.uint8)
     alphabet, numbers = np.unique(text, return_inverse=True)
     train, test = np.split(numbers.astype(np.uint8), [len(text) * 9 // 10])
@@ -27,10 +27,10 @@ def read_characters(contents: list[bytes]) -> Arrays:
 
 
 def unpack_characters(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
-    return keep("tinyshakespeare", paths, ("input.txt",))
+    return read_files("tinyshakespeare", paths, ("input.txt",))
 
 
-SHAKESPEARE_TEXT = Form(
+SHAKESPEARE_TEXT = FileSet(
     (
         File(
             "tinyshakespeare/input.txt",
@@ -42,7 +42,7 @@ SHAKESPEARE_TEXT = Form(
 SHAKESPEARE = Dataset(
     name="shakespeare",
     command="shakespeare",
-    forms=(SHAKESPEARE_TEXT,),
+    file_sets=(SHAKESPEARE_TEXT,),
     fetched=SHAKESPEARE_TEXT,
     sources=(Source((f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",), unpack_characters),),
 )
@@ -50,20 +50,20 @@ SHAKESPEARE = Dataset(
 # Multi30k
 
 PAIR_NAMES = ("train.en", "train.de", "test_2016_flickr.en", "test_2016_flickr.de")
-PIECES = 4096
+VOCABULARY_SIZE = 4096
 
 
 def read_pairs(contents: list[bytes]) -> Arrays:
-    """Sentences as numbered pieces between BEGIN and END, end to end in one int16 array with offsets (n + 1,).
+    """Returns sentences as piece indices between BEGIN and END, concatenated to one int16 array with offsets (n + 1,).
 
-    One vocabulary, learned from both languages of the training part, serves both. The references stay text: BLEU is
-    measured on what people wrote.
+    Both languages share one vocabulary, learned from both sides of the training set. The references stay text, because
+    BLEU is computed on the original sentences.
     """
     sides = [content.decode().splitlines() for content in contents]
     train_source, train_target, test_source, test_target = sides
     if len(train_source) != len(train_target) or len(test_source) != len(test_target):
-        raise ValueError(f"the two languages must have as many lines, not {[len(side) for side in sides]}")
-    vocabulary = learn([*train_source, *train_target], PIECES)
+        raise ValueError(f"the two languages must have the same number of lines, not {[len(side) for side in sides]}")
+    vocabulary = learn([*train_source, *train_target], VOCABULARY_SIZE)
     arrays: Arrays = {}
     for name, sentences in zip(("train_source", "train_target", "test_source", "test_target"), sides, strict=True):
         encoded = [[BEGIN, *vocabulary.encode(sentence), END] for sentence in sentences]
@@ -83,7 +83,7 @@ def unpack_pairs(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
         yield f"multi30k/{name}", gzip.decompress(path.read_bytes())
 
 
-MULTI30K_TEXT = Form(
+MULTI30K_TEXT = FileSet(
     tuple(
         File(f"multi30k/{name}", (f"sha256:{sha256}",))
         for name, sha256 in zip(
@@ -102,7 +102,7 @@ MULTI30K_TEXT = Form(
 MULTI30K = Dataset(
     name="translate",
     command="translate",
-    forms=(MULTI30K_TEXT,),
+    file_sets=(MULTI30K_TEXT,),
     fetched=MULTI30K_TEXT,
     sources=(
         Source(

@@ -1,0 +1,216 @@
+"""Training strategies: laconic's methods and the baselines behind one interface, chosen by name and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from laconic import methods
+from laconic.method import Method
+from laconic.names import look_up
+from laconic.worker import Worker
+
+MAX_WORKERS = 64
+
+
+@dataclass
+class Reading:
+    """What one worker has measured since the start of its run.
+
+    Args:
+        payload_nbytes: Bytes sent, by channel.
+        waiting_seconds: Seconds blocked on the network or on other workers; None if the strategy cannot measure it.
+        method_seconds: Seconds inside the method, waiting included; None if the strategy cannot measure it.
+        metrics: The method's own metrics, by name.
+    """
+
+    payload_nbytes: dict[str, float]
+    waiting_seconds: float | None
+    method_seconds: float | None
+    metrics: dict[str, float]
+
+
+@dataclass
+class Session:
+    """One replica during training. The training loop calls `module` and steps `optimizer`."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    read: Callable[[], Reading]
+    worker: Worker | None = None
+
+
+class Strategy(Protocol):
+    """How the workers of a run train together."""
+
+    is_baseline: bool
+    averages: bool
+    """Whether the mean of all workers' models is evaluated; otherwise rank 0's model is."""
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings by name."""
+
+    def join(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Session]:
+        """Connects this replica with the other workers for the duration of a `with` block."""
+
+
+@dataclass
+class MethodStrategy:
+    """Trains with a method of laconic, through `laconic.Worker`."""
+
+    method: Method
+    is_baseline: bool = False
+    averages: bool = True
+
+    def settings(self) -> dict[str, Any]:
+        return self.method.settings()
+
+    @contextmanager
+    def join(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
+        with Worker(model, optimizer, self.method) as worker:
+
+            def read() -> Reading:
+                total = worker.meter.total
+                channels = {channel for channel, _ in total.tallies} - {"control"}
+                payload = {channel: float(total.nbytes(channel)) for channel in sorted(channels)}
+                return Reading(payload, total.waited, total.method_seconds, worker.method.metrics())
+
+            yield Session(model, optimizer, read, worker)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One entry of a comparison.
+
+    Args:
+        label: Its name in tables and charts, settings included: "local_sgd+period=4".
+        method: The name of its method or baseline: "local_sgd".
+        strategy: How it trains.
+    """
+
+    label: str
+    method: str
+    strategy: Strategy
+
+
+def strategy_names() -> list[str]:
+    """Returns the names of all methods, then of all baselines."""
+    from laconic.bench.baselines import BASELINES
+
+    return [*methods.METHODS, *BASELINES]
+
+
+def setting_types(name: str) -> dict[str, Any]:
+    """Returns the type of each setting of a method or baseline.
+
+    Example:
+        >>> setting_types("powersgd")
+        {'rank': <class 'int'>, 'start': <class 'int'>}
+    """
+    kind = _find_class(name.split("+")[0])
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+
+
+def _find_class(name: str) -> type[Any]:
+    from laconic.bench.baselines import BASELINES
+
+    return look_up("method or baseline", name, {**methods.METHODS, **BASELINES})
+
+
+def parse_contender(text: str, settings: dict[str, str] | None = None) -> Contender:
+    """Returns the contender that `text` describes.
+
+    Args:
+        text: `NAME`, or `NAME+key=value+…`.
+        settings: More settings, as text.
+
+    Raises:
+        ValueError: The name, a setting or a value is not valid.
+
+    Example:
+        >>> contender = parse_contender("local_sgd+period=4")
+        >>> contender.method, contender.strategy.settings()["period"]
+        ('local_sgd', 4)
+    """
+    from laconic.bench.baselines import BASELINES
+
+    name, *pairs = text.split("+")
+    given = dict(settings or {})
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"settings are written NAME+key=value, and {pair!r} in {text!r} has no '='")
+        given[key] = value
+    hints = setting_types(name)
+    values = {
+        key: parse_value(f"{name}.{key}", value, look_up(f"setting of {name}", key, hints))
+        for key, value in given.items()
+    }
+    built = _find_class(name)(**values)
+    if isinstance(built, Method) and not all(map(built.trains, range(MAX_WORKERS))):
+        raise ValueError(f"{text}: laconic train and compare have no dedicated server, every worker must train")
+    # The label identifies the run everywhere, so it must distinguish two settings of one method.
+    label = "+".join([name, *(f"{key}={value}" for key, value in given.items())])
+    return Contender(label, name, built if name in BASELINES else MethodStrategy(built))
+
+
+def parse_value(name: str, text: str, hint: Any) -> Any:
+    """Converts text from the command line to a value of the type `hint`.
+
+    Args:
+        name: The name of the setting, for error messages.
+        text: A number, `true` or `false`, `none`, a word, a compressor such as `uniform:4`, or, for a tuple, several
+            values separated by commas.
+        hint: The type of the dataclass field.
+
+    Raises:
+        ValueError: `text` is no value of this type.
+
+    Example:
+        >>> parse_value("period", "4", int), parse_value("clip", "none", float | None)
+        (4, None)
+        >>> parse_value("betas", "0.9,0.95", tuple[float, float])
+        (0.9, 0.95)
+    """
+    if typing.get_origin(hint) is tuple:
+        kinds, words = typing.get_args(hint), text.split(",")
+        if len(kinds) != len(words):
+            raise ValueError(f"{name} must be {len(kinds)} values separated by commas, not {text!r}")
+        return tuple(parse_value(name, word, kind) for word, kind in zip(words, kinds, strict=True))
+    options = typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal else ()
+    kinds = options or (hint,)
+    if text == "none" and type(None) in kinds:
+        return None
+    if bool in kinds and text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    literals = [value for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)]
+    choices = {str(value): value for value in literals}
+    if any(_is_compressor(kind) for kind in kinds) and text not in choices:
+        from laconic.compress import parse
+
+        return parse(text)
+    if str in kinds or choices:
+        return choices.get(text, text)
+    raise ValueError(f"{name} must be {_describe_type(hint)}, not {text!r}")
+
+
+def _is_compressor(kind: Any) -> bool:
+    return getattr(kind, "__name__", "") == "Compressor"
+
+
+def _describe_type(hint: Any) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint).replace("typing.", ""))
