@@ -194,7 +194,7 @@ class BackgroundGossip(Gossip):
         if not new:
             return
         with self._changed:
-            self.topology = self._graph.among([rank for rank in self._graph.nodes if rank not in gone])
+            self.topology = self._graph.subgraph([rank for rank in self._graph.nodes if rank not in gone])
             self._news += [f"rank {rank} was dropped, the others go on without it: {gone[rank]}" for rank in new]
             self._changed.notify_all()
 

@@ -104,7 +104,7 @@ class Board:
             return
         self.gone[rank] = why
         left = [node for node in topology.nodes if node not in self.gone]
-        largest, *others = topology.parts(left) or [()]
+        largest, *others = topology.components(left) or [()]
         for part in others:
             for node in part:
                 self.gone[node] = (
