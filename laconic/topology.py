@@ -1,4 +1,16 @@
-"""Graphs of who talks with whom, and the constants of a graph that set the momentum of gossip (arXiv 2306.08289)."""
+"""Communication graphs for gossip, and the constants χ1, χ2, η and α̃ of a graph (arXiv 2306.08289).
+
+Example:
+    >>> from laconic import topology
+    >>> graph = topology.ring(4)
+    >>> graph.edges
+    ((0, 1), (0, 3), (1, 2), (2, 3))
+    >>> graph.neighbours(0)
+    (1, 3)
+    >>> constants = graph.constants(rate=1.0)
+    >>> round(constants.chi_1, 3), round(constants.chi_2, 3)
+    (1.0, 0.75)
+"""
 
 from __future__ import annotations
 
@@ -14,18 +26,37 @@ from laconic.names import look_up
 
 @dataclass(frozen=True)
 class Constants:
-    """What gossip at a given rate needs to know about its graph. Time is in units of one gradient step."""
+    """The constants of a graph at a given rate of exchanges, with time in units of one gradient step.
 
-    chi_1: float  # slowest mode: 1/λ₂ of the Laplacian L
-    chi_2: float  # largest effective resistance of an edge, halved
-    eta: float  # speed at which x and x̃ are mixed: 1 / (2√(χ1χ2))
-    alpha_tilde: float  # the part of the gap that x̃ moves in an exchange, where x moves ½: ½√(χ1/χ2)
+    With the Laplacian L = Σ over edges of λ_ij (e_i − e_j)(e_i − e_j)ᵀ, where λ_ij is the edge's rate of exchanges:
+
+        χ1 = 1/λ₂(L)        χ2 = max over edges of ½ (e_i − e_j)ᵀ L⁺ (e_i − e_j)
+        η = 1/(2√(χ1 χ2))        α̃ = ½ √(χ1/χ2)
+    """
+
+    chi_1: float  # the time in which the slowest mode of plain gossip decays
+    chi_2: float  # half of the largest effective resistance of an edge
+    eta: float  # the speed at which x and x̃ are mixed
+    alpha_tilde: float  # the fraction of x_i − x_j by which x̃ moves in an exchange, where x moves by ½
 
 
 @dataclass(frozen=True)
 class Topology:
-    """An undirected, connected graph. `edges` are sorted pairs (i, j) with i < j; what is there twice meets twice as
-    often."""
+    """An undirected, connected graph of workers.
+
+    Args:
+        name: shown to the user.
+        nodes: the ranks.
+        edges: sorted pairs (i, j) with i < j. An edge that is listed twice is used twice as often.
+
+    Raises:
+        ValueError: the graph has no nodes or is not connected, or the edges are not as described.
+
+    Example:
+        >>> from laconic.topology import Topology
+        >>> Topology("path", nodes=(0, 1, 2), edges=((0, 1), (1, 2))).neighbours(1)
+        (0, 2)
+    """
 
     name: str
     nodes: tuple[int, ...]
@@ -38,46 +69,60 @@ class Topology:
             if i == j:
                 raise ValueError(f"an edge must join two different nodes, not {i} and {j}")
             if i not in self.nodes or j not in self.nodes:
-                raise ValueError(f"edges must join nodes of the graph, and of ({i}, {j}) one is not among {self.nodes}")
+                raise ValueError(f"edges must join nodes of the graph, but edge ({i}, {j}) is not among {self.nodes}")
         if list(self.edges) != sorted((min(edge), max(edge)) for edge in self.edges):
             raise ValueError(f"edges must be sorted pairs (i, j) with i < j, not {self.edges}")
-        parts = self.parts(self.nodes)
-        if len(parts) > 1:
-            raise ValueError(f"the graph must be connected, and it has {len(parts)} parts: {parts}")
+        components = self.components(self.nodes)
+        if len(components) > 1:
+            raise ValueError(f"the graph must be connected, but it has {len(components)} components: {components}")
 
     @property
     def size(self) -> int:
+        """The number of nodes."""
         return len(self.nodes)
 
     def neighbours(self, node: int) -> tuple[int, ...]:
+        """Returns the nodes that share an edge with `node`, sorted."""
         return tuple(sorted({i + j - node for i, j in self.edges if node in (i, j)}))
 
-    def parts(self, nodes: Collection[int]) -> list[tuple[int, ...]]:
-        """The connected parts of what these nodes are among themselves: the largest first, then by lowest node."""
-        left, parts = set(nodes), []
-        while left:
-            part, fringe = set(), [min(left)]
-            while fringe:
-                node = fringe.pop()
-                if node in left:
-                    left.discard(node)
-                    part.add(node)
-                    fringe.extend(self.neighbours(node))
-            parts.append(tuple(sorted(part)))
-        return sorted(parts, key=lambda part: (-len(part), part))
+    def components(self, nodes: Collection[int]) -> list[tuple[int, ...]]:
+        """Returns the connected components of the subgraph of `nodes`, the largest first, then by lowest node."""
+        remaining, components = set(nodes), []
+        while remaining:
+            component, frontier = set(), [min(remaining)]
+            while frontier:
+                node = frontier.pop()
+                if node in remaining:
+                    remaining.discard(node)
+                    component.add(node)
+                    frontier.extend(self.neighbours(node))
+            components.append(tuple(sorted(component)))
+        return sorted(components, key=lambda component: (-len(component), component))
 
-    def among(self, nodes: Collection[int]) -> Topology:
-        """The same graph with these nodes only; it must hold together."""
+    def subgraph(self, nodes: Collection[int]) -> Topology:
+        """Returns the graph of these nodes and the edges between them, which must be connected."""
         edges = tuple((i, j) for i, j in self.edges if i in nodes and j in nodes)
         return Topology(self.name, tuple(sorted(nodes)), edges)
 
     def constants(self, rate: float = 1.0) -> Constants:
-        """When each worker starts half of its `rate` exchanges a step, each with a neighbour drawn evenly."""
+        """Returns χ1, χ2, η and α̃ of this graph.
+
+        They assume that each worker starts half of its exchanges, each with a neighbour drawn uniformly, so that
+        λ_ij = rate · ½ (1/deg i + 1/deg j).
+
+        Args:
+            rate: exchanges per gradient step and worker.
+
+        Example:
+            >>> from laconic import topology
+            >>> round(topology.ring(64).constants(rate=1.0).alpha_tilde, 3)
+            7.262
+        """
         if not rate > 0 or not math.isfinite(rate):
-            raise ValueError(f"rate must be more than 0 exchanges a step, not {rate!r}")
+            raise ValueError(f"rate must be more than 0 exchanges per step, not {rate!r}")
         if self.size < 2:
             raise ValueError(f"the constants need at least 2 nodes, not {self.size}")
-        chi_1, chi_2 = _chi(self.nodes, self.edges)  # of rate 1: both are inversely proportional to the rate
+        chi_1, chi_2 = _chi(self.nodes, self.edges)  # at rate 1; both are inversely proportional to the rate
         return Constants(
             chi_1 / rate,
             chi_2 / rate,
@@ -88,13 +133,13 @@ class Topology:
 
 @lru_cache(maxsize=64)
 def _chi(nodes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> tuple[float, float]:
+    """Returns χ1 and χ2 at rate 1."""
     index = {node: k for k, node in enumerate(nodes)}
     pairs = np.array([(index[i], index[j]) for i, j in edges])
     degree = np.bincount(pairs.ravel(), minlength=len(nodes))
     laplacian = np.zeros((len(nodes), len(nodes)))
     for i, j in pairs:
-        # Each end starts half of its exchanges. Where all degrees are the same this is I − W with W_ij = 1/degree.
-        edge_rate = (1 / degree[i] + 1 / degree[j]) / 2
+        edge_rate = (1 / degree[i] + 1 / degree[j]) / 2  # each end starts half of its exchanges
         laplacian[[i, j], [i, j]] += edge_rate
         laplacian[[i, j], [j, i]] -= edge_rate
     chi_1 = 1 / np.linalg.eigvalsh(laplacian)[1]
@@ -105,43 +150,61 @@ def _chi(nodes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> tuple[fl
 
 
 def from_edges(edges: Iterable[tuple[int, int]], n: int | None = None) -> Topology:
-    """The graph of these edges over the nodes 0 to n − 1 (by default, up to the highest that has an edge)."""
-    pairs = _once(edges)
+    """Returns the graph with these edges over the nodes 0 to n − 1.
+
+    Args:
+        edges: pairs of nodes in any order; duplicates are dropped.
+        n: the number of nodes. Default: up to the highest node that has an edge.
+
+    Example:
+        >>> from laconic import topology
+        >>> topology.from_edges([(1, 0), (1, 2)]).edges
+        ((0, 1), (1, 2))
+    """
+    pairs = _sorted_unique(edges)
     if n is None:
         n = 1 + max((j for _, j in pairs), default=0)
     return Topology("from_edges", tuple(range(n)), pairs)
 
 
 def ring(n: int) -> Topology:
-    _require_a_node(n)
-    return Topology("ring", tuple(range(n)), _once((i, (i + 1) % n) for i in range(n) if n > 1))
+    """Returns the graph in which node i is joined to i ± 1 modulo n."""
+    _check_node_count(n)
+    return Topology("ring", tuple(range(n)), _sorted_unique((i, (i + 1) % n) for i in range(n) if n > 1))
 
 
 def complete(n: int) -> Topology:
-    _require_a_node(n)
-    return Topology("complete", tuple(range(n)), _once((i, j) for j in range(n) for i in range(j)))
+    """Returns the graph in which all pairs of nodes are joined."""
+    _check_node_count(n)
+    return Topology("complete", tuple(range(n)), _sorted_unique((i, j) for j in range(n) for i in range(j)))
 
 
 def exponential(n: int) -> Topology:
-    """Neighbours at distances ±1, ±2, ±4, …; one that is reached in two ways, as the opposite node is, counts twice."""
-    _require_a_node(n)
+    """Returns the graph in which nodes at distances ±1, ±2, ±4, … modulo n are joined.
+
+    A neighbour at two of these distances, such as the opposite node, has two edges.
+    """
+    _check_node_count(n)
     pairs = [(i, (i + (1 << k)) % n) for i in range(n) for k in range((n - 1).bit_length())]
     return Topology("exponential", tuple(range(n)), tuple(sorted((min(pair), max(pair)) for pair in pairs)))
 
 
 def torus(rows: int, cols: int) -> Topology:
-    """A grid whose borders are joined. With one row it is a ring; with two, the ways up and down are one edge."""
+    """Returns a grid whose opposite borders are joined, numbered row by row.
+
+    With one row it is a ring. With two rows the edges up and down coincide and count once.
+    """
     if rows < 1 or cols < 1:
         raise ValueError(f"a torus must have at least 1 row and 1 column, not {rows} and {cols}")
     grid = np.arange(rows * cols).reshape(rows, cols)
     down = zip(grid.flat, np.roll(grid, -1, axis=0).flat, strict=True)
     right = zip(grid.flat, np.roll(grid, -1, axis=1).flat, strict=True)
-    pairs = _once((int(i), int(j)) for i, j in [*down, *right] if i != j)
+    pairs = _sorted_unique((int(i), int(j)) for i, j in [*down, *right] if i != j)
     return Topology("torus", tuple(range(rows * cols)), pairs)
 
 
 def squarest_torus(n: int) -> Topology:
-    """The torus of n nodes whose sides differ least; for a prime n that is a ring."""
+    """Returns the torus of n nodes whose numbers of rows and columns differ least; for a prime n it is a ring."""
     rows = next(rows for rows in range(math.isqrt(n), 0, -1) if n % rows == 0)
     return torus(rows, n // rows)
 
@@ -150,14 +213,23 @@ TOPOLOGIES = {"ring": ring, "exponential": exponential, "complete": complete, "t
 
 
 def named(name: str, n: int) -> Topology:
-    """The topology of this name for n workers; an unknown name raises with the near misses."""
+    """Returns the topology of this name for n workers.
+
+    Raises:
+        ValueError: no topology has this name; the message suggests similar names.
+
+    Example:
+        >>> from laconic import topology
+        >>> topology.named("torus", 6) == topology.torus(2, 3)
+        True
+    """
     return look_up("topology", name, TOPOLOGIES)(n)
 
 
-def _once(edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _sorted_unique(edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted({(min(edge), max(edge)) for edge in edges}))
 
 
-def _require_a_node(n: int) -> None:
+def _check_node_count(n: int) -> None:
     if n < 1:
         raise ValueError(f"a topology must have at least 1 node, not {n}")

@@ -1,6 +1,7 @@
-"""Graphs and their constants, against the table of the specification (ring of 32 and 64: the authors' own values)."""
+"""Graphs and their constants, against reference values (for rings of 32 and 64: those of the paper's authors)."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from laconic import topology
 
-TABLE = [  # graph, χ1, χ2, η, α̃
+REFERENCE = [  # graph, χ1, χ2, η, α̃
     (topology.complete(4), 0.75, 0.75, 0.66667, 0.5),
     (topology.complete(16), 0.9375, 0.9375, 0.53333, 0.5),
     (topology.complete(64), 0.98438, 0.98438, 0.50794, 0.5),
@@ -26,8 +27,8 @@ TABLE = [  # graph, χ1, χ2, η, α̃
 ]
 
 
-@pytest.mark.parametrize(("graph", "chi_1", "chi_2", "eta", "alpha_tilde"), TABLE)
-def test_constants_table(graph, chi_1, chi_2, eta, alpha_tilde):
+@pytest.mark.parametrize(("graph", "chi_1", "chi_2", "eta", "alpha_tilde"), REFERENCE)
+def test_constants(graph: topology.Topology, chi_1: float, chi_2: float, eta: float, alpha_tilde: float) -> None:
     constants = graph.constants(rate=1)
     assert constants.chi_1 == pytest.approx(chi_1, abs=6e-6)
     assert constants.chi_2 == pytest.approx(chi_2, abs=6e-6)
@@ -36,7 +37,7 @@ def test_constants_table(graph, chi_1, chi_2, eta, alpha_tilde):
 
 
 @given(n=st.integers(2, 12), rate=st.floats(0.05, 20), name=st.sampled_from(sorted(topology.TOPOLOGIES)))
-def test_rate_scales_time_and_nothing_else(n, rate, name):
+def test_the_rate_only_scales_time(n: int, rate: float, name: str) -> None:
     graph = topology.named(name, n)
     one, other = graph.constants(1), graph.constants(rate)
     assert other.chi_1 == pytest.approx(one.chi_1 / rate)
@@ -45,15 +46,15 @@ def test_rate_scales_time_and_nothing_else(n, rate, name):
 
 
 @given(n=st.integers(1, 40), name=st.sampled_from(sorted(topology.TOPOLOGIES)))
-def test_named_graphs_are_connected_and_of_n_nodes(n, name):
+def test_named_graphs_are_connected_and_have_n_nodes(n: int, name: str) -> None:
     graph = topology.named(name, n)
     assert graph.nodes == tuple(range(n))
-    assert graph.parts(graph.nodes) == [graph.nodes]
+    assert graph.components(graph.nodes) == [graph.nodes]
     for node in graph.nodes:
         assert all(node in graph.neighbours(other) for other in graph.neighbours(node))
 
 
-def test_shapes():
+def test_edges_and_neighbours() -> None:
     assert topology.ring(2).edges == ((0, 1),)
     assert topology.torus(2, 2).edges == ((0, 1), (0, 2), (1, 3), (2, 3))
     assert topology.named("torus", 12).neighbours(0) == (1, 3, 4, 8)
@@ -63,32 +64,32 @@ def test_shapes():
     assert hash(topology.ring(3)) == hash(topology.ring(3))
 
 
-def test_parts_and_among():
+def test_components_and_subgraph() -> None:
     ring = topology.ring(6)
-    assert ring.parts([0, 1, 3, 4, 5]) == [(0, 1, 3, 4, 5)]
-    assert ring.parts([0, 2, 3]) == [(2, 3), (0,)]
-    path = ring.among([0, 1, 3, 4, 5])
+    assert ring.components([0, 1, 3, 4, 5]) == [(0, 1, 3, 4, 5)]
+    assert ring.components([0, 2, 3]) == [(2, 3), (0,)]
+    path = ring.subgraph([0, 1, 3, 4, 5])
     assert path.edges == ((0, 1), (0, 5), (3, 4), (4, 5))
     assert path.constants(1).chi_1 > topology.ring(5).constants(1).chi_1
-    assert topology.ring(4).among([2]).neighbours(2) == ()
+    assert topology.ring(4).subgraph([2]).neighbours(2) == ()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: topology.from_edges([(0, 1), (2, 3)]), "must be connected, and it has 2 parts"),
+        (lambda: topology.from_edges([(0, 1), (2, 3)]), "must be connected, but it has 2 components"),
         (lambda: topology.from_edges([(0, 1)], n=3), "must be connected"),
         (lambda: topology.from_edges([(1, 1)]), "two different nodes, not 1 and 1"),
         (lambda: topology.from_edges([(0, 5)], n=3), "not among"),
         (lambda: topology.ring(0), "at least 1 node, not 0"),
         (lambda: topology.torus(0, 3), "at least 1 row and 1 column, not 0 and 3"),
         (lambda: topology.named("rnig", 4), "did you mean ring"),
-        (lambda: topology.ring(4).among([0, 2]), "must be connected"),
-        (lambda: topology.ring(4).constants(0), "rate must be more than 0 exchanges a step, not 0"),
+        (lambda: topology.ring(4).subgraph([0, 2]), "must be connected"),
+        (lambda: topology.ring(4).constants(0), "rate must be more than 0 exchanges per step, not 0"),
         (lambda: topology.ring(4).constants(-1.0), "not -1.0"),
         (lambda: topology.ring(1).constants(), "at least 2 nodes, not 1"),
     ],
 )
-def test_mistakes(make, message):
+def test_mistakes(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -199,7 +199,7 @@ class BackgroundGossip(Gossip):
         if not new:
             return
         with self._changed:
-            self.topology = self._graph.among([rank for rank in self._graph.nodes if rank not in dropped])
+            self.topology = self._graph.subgraph([rank for rank in self._graph.nodes if rank not in dropped])
             self._warnings += [f"rank {rank} was dropped, the others go on without it: {dropped[rank]}" for rank in new]
             self._changed.notify_all()
 

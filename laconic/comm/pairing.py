@@ -111,7 +111,7 @@ class Board:
             return
         self.dropped[rank] = why
         left = [node for node in topology.nodes if node not in self.dropped]
-        largest, *others = topology.parts(left) or [()]
+        largest, *others = topology.components(left) or [()]
         for part in others:
             for node in part:
                 self.dropped[node] = (

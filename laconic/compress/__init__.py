@@ -1,4 +1,8 @@
-"""Compressors: a vector as a short code and back, at the speed of memory, with error feedback over any of them."""
+"""Compressors: a vector → a short byte tensor → an approximation of the vector.
+
+Every compressor has four verbs: `nbytes`, `encode`, `decode` and `decode_add`. Error feedback is one function over any
+of them, `encode_with_feedback`. `parse` reads a compressor from text such as `log:3`; `str` writes it.
+"""
 
 from laconic.compress.compressor import Compressor as Compressor
 from laconic.compress.dense import Half as Half
@@ -11,5 +15,4 @@ from laconic.compress.quantizers import Ternary as Ternary
 from laconic.compress.quantizers import Uniform as Uniform
 from laconic.compress.random_block import RandomBlock as RandomBlock
 from laconic.compress.spec import parse as parse
-from laconic.compress.spec import spec as spec
 from laconic.compress.topk import TopK as TopK

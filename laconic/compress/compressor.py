@@ -1,8 +1,9 @@
-"""What every compressor can do: turn a vector into a `uint8` code of known size and back."""
+"""The interface of all compressors: a vector → a `uint8` code of known size → a vector."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from dataclasses import MISSING, Field, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,25 +12,66 @@ from laconic.compress.backend import kernels_for
 
 
 class Compressor(ABC):
-    """A frozen dataclass of settings without state; what varies over time is a function of `step`.
+    """Encodes vectors as bytes and decodes them again.
 
-    A code is a flat `uint8` tensor with exactly `nbytes(numel)` bytes and nothing but data: the receiver must know the
-    compressor, the number of entries and the step. Entries travel as fp32, whatever the dtype of `x`.
+    A compressor is a frozen dataclass of settings and holds no state. Whatever changes over time (random numbers, the
+    block that is sent) is a function of `step`.
+
+    A code is a flat `uint8` tensor of exactly `nbytes(numel)` bytes without a header: the receiver must know the
+    compressor, the number of entries and the step. Entries are encoded as fp32, whatever the dtype of `x`.
+
+    A new compressor defines `nbytes`, `_encode` and `_decode`, and may override `_decode_add` and
+    `_encode_with_feedback` with faster implementations that give the same bits.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Log
+        >>> compressor = Log(bits=3)
+        >>> code = compressor.encode(torch.tensor([1.0, -0.6, 0.1, 0.0]))
+        >>> code.dtype, code.numel(), compressor.nbytes(4)
+        (torch.uint8, 6, 6)
+        >>> compressor.decode(code, numel=4)
+        tensor([ 1.0000, -0.5000,  0.0000,  0.0000])
     """
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """The exact size of the code of `numel` entries."""
+        """Returns the exact size in bytes of the code of `numel` entries."""
 
     def encode(self, x: Tensor, *, step: int = 0, out: Tensor | None = None) -> Tensor:
-        """The code of `x`, in `out` if given. A nan or inf raises ValueError."""
+        """Encodes `x`.
+
+        Args:
+            x: a tensor of any floating dtype; it is flattened and converted to fp32.
+            step: the training step, on which random choices depend.
+            out: where to write the code: a contiguous `uint8` vector of `nbytes(x.numel())` bytes. Default: a new one.
+
+        Returns:
+            The code.
+
+        Raises:
+            ValueError: an entry of `x` is NaN or infinite.
+        """
         x = as_float32(x)
-        out = self._place_for_code(x.numel(), x.device, out)
+        out = self._check_or_allocate(out, x.numel(), x.device)
         self._encode(x, out, step)
         return out
 
     def decode(self, code: Tensor, numel: int, *, step: int = 0, out: Tensor | None = None) -> Tensor:
-        """The vector that `code` stands for, in fp32, or in `out` and its dtype."""
+        """Decodes `code` into a vector.
+
+        Args:
+            code: what `encode` returned.
+            numel: the number of entries that were encoded.
+            step: the step at which they were encoded.
+            out: where to write the entries: a contiguous floating vector of `numel` entries. Default: a new fp32 one.
+
+        Returns:
+            The decoded vector (numel).
+
+        Raises:
+            ValueError: `code` has the wrong size, or its bytes cannot come from `encode`.
+        """
         self._check_code(code, numel)
         if out is None:
             out = torch.empty(numel, dtype=torch.float32, device=code.device)
@@ -43,7 +85,20 @@ class Compressor(ABC):
         return out
 
     def decode_add(self, code: Tensor, accumulator: Tensor, scale: float = 1.0, *, step: int = 0) -> Tensor:
-        """accumulator += scale · decoded, in place, in one pass over memory where a kernel can."""
+        """Adds the decoded vector to `accumulator` in place: accumulator += scale · decoded.
+
+        Args:
+            code: what `encode` returned.
+            accumulator: a contiguous floating vector with as many entries as were encoded.
+            scale: the factor of the decoded vector, e.g. 1/n for a mean over n workers.
+            step: the step at which the code was made.
+
+        Returns:
+            `accumulator`.
+
+        Raises:
+            ValueError: as `decode`; `accumulator` is then unchanged.
+        """
         check_vector("accumulator", accumulator)
         self._check_code(code, accumulator.numel())
         if accumulator.dtype == torch.float32:
@@ -53,20 +108,96 @@ class Compressor(ABC):
             accumulator.add_(decoded.to(accumulator.dtype) * scale)
         return accumulator
 
+    def for_rank(self, rank: int) -> Self:
+        """Returns this compressor with the random stream that belongs to `rank`.
+
+        Ranks that round at random with the same stream would all err in the same direction, and the errors would not
+        average out. A compressor without such randomness returns itself. Codes can be decoded without this.
+
+        Args:
+            rank: the rank that encodes, or any other integer that no other encoder uses.
+
+        Example:
+            >>> from laconic.compress import Uniform
+            >>> Uniform(8, stochastic=True).for_rank(0) == Uniform(8, stochastic=True).for_rank(1)
+            False
+            >>> Uniform(8).for_rank(1) == Uniform(8)
+            True
+        """
+        return self
+
+    def __str__(self) -> str:
+        """Returns the text that `laconic.compress.parse` reads: the name, then the settings that are not the defaults.
+
+        Example:
+            >>> from laconic.compress import Uniform
+            >>> str(Uniform(8, stochastic=True, seed=5))
+            'uniform:8:stochastic:seed=5'
+        """
+        words = [type(self).__name__.lower()]
+        for position, field in enumerate(settings_of(type(self))):
+            value = getattr(self, field.name)
+            if field.name in ("bits", "ratio"):
+                words.append(str(value))
+            elif value != field.default:
+                positional = position == len(words) - 1 and field.name in ("stochastic", "format")
+                words.append((field.name if value is True else str(value)) if positional else f"{field.name}={value}")
+        return ":".join(words)
+
+    # For subclasses. Arguments have been checked; vectors are flat, contiguous, detached and in fp32.
+
+    @abstractmethod
+    def _encode(self, x: Tensor, out: Tensor, step: int) -> None: ...
+
+    @abstractmethod
+    def _decode(self, code: Tensor, target: Tensor, step: int) -> None: ...
+
+    def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
+        decoded = torch.empty_like(target)
+        self._decode(code, decoded, step)
+        target.add_(decoded.mul_(scale))  # not add_(alpha=scale): that may fuse and round once instead of twice
+
+    def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
+        """Implements `encode_with_feedback` without a kernel.
+
+        With an fp64 residual (and x), the error of rounding to fp32 is fed back too.
+        """
+        p = residual if x is None else x + residual
+        self._encode(p.to(torch.float32), out, step)
+        decoded = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        self._decode(out, decoded, step)
+        residual.copy_(p - decoded)
+
+    def _check_or_allocate(self, out: Tensor | None, numel: int, device: torch.device) -> Tensor:
+        if out is None:
+            return torch.empty(self.nbytes(numel), dtype=torch.uint8, device=device)
+        self._check_code(out, numel)
+        return out
+
+    def _check_code(self, code: Tensor, numel: int) -> None:
+        if code.dtype != torch.uint8 or code.dim() != 1 or not code.is_contiguous():
+            raise ValueError(f"a code must be a contiguous uint8 vector, not {code.dtype} of shape {tuple(code.shape)}")
+        if code.numel() != self.nbytes(numel):
+            raise ValueError(
+                f"the code of {numel} entries by {self!r} must have {self.nbytes(numel)} bytes, not {code.numel()}"
+            )
+
+    # Used by Divisible only.
+
     def decode_part(self, code: Tensor, numel: int, start: int, stop: int, *, step: int = 0) -> Tensor:
-        """Entries `start` to `stop` of what `code` stands for, in fp32, without decoding all where blocks allow it."""
+        """Decodes entries `start` to `stop` into fp32; block quantizers decode only the blocks in that range."""
         self._check_code(code, numel)
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"start and stop must be in order and from 0 to {numel}, not {start} and {stop}")
         return self._decode_part(code, numel, start, stop, step)
 
     def encode_difference(self, x: Tensor, base: Tensor, *, step: int = 0, out: Tensor | None = None) -> Tensor:
-        """The code of x − base, in `out` if given, in one pass over memory where a kernel can."""
+        """Encodes x − base, in one pass over memory where there is a kernel."""
         for name, vector in (("x", x), ("base", base)):
             check_vector(name, vector)
         if x.numel() != base.numel():
             raise ValueError(f"x must have as many entries as base, {base.numel()}, not {x.numel()}")
-        out = self._place_for_code(x.numel(), x.device, out)
+        out = self._check_or_allocate(out, x.numel(), x.device)
         self._encode_difference(x.detach(), base.detach(), out, step)
         return out
 
@@ -80,11 +211,10 @@ class Compressor(ABC):
         *,
         step: int = 0,
     ) -> None:
-        """Apply what workers said of their x − base, and `codes[own]` this one: in place, and in one pass over memory
-        where a kernel can.
+        """Applies the workers' codes of x − base in place, of which `codes[own]` is this worker's.
 
-        With news = Σ weight · decoded, base += news, and x += news − what `codes[own]` says. Without a base, x becomes
-        that. All who are given the same codes and base have the same base after it, to the last bit.
+        With mean = Σ weight · decoded: base += mean, and x += mean − decoded(codes[own]). Without a base,
+        x = mean − decoded(codes[own]). Workers with the same codes and base get the same base, bit for bit.
         """
         for name, vector in (("x", x), ("base", base)):
             if vector is not None:
@@ -100,28 +230,6 @@ class Compressor(ABC):
             )
         self._settle(codes, weights, own, x, base, step)
 
-    def for_rank(self, rank: int) -> Self:
-        """The same compressor with randomness of its own, where it has any that must differ among ranks."""
-        return self
-
-    def __str__(self) -> str:
-        from laconic.compress.spec import spec  # spec knows all compressors, and they this class
-
-        return spec(self)
-
-    # The inner side: arguments have been checked; vectors are fp32, flat and contiguous.
-
-    @abstractmethod
-    def _encode(self, x: Tensor, out: Tensor, step: int) -> None: ...
-
-    @abstractmethod
-    def _decode(self, code: Tensor, target: Tensor, step: int) -> None: ...
-
-    def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
-        decoded = torch.empty_like(target)
-        self._decode(code, decoded, step)
-        target.add_(decoded.mul_(scale))  # not add_(alpha=scale): that may fuse and round once instead of twice
-
     def _decode_part(self, code: Tensor, numel: int, start: int, stop: int, step: int) -> Tensor:
         return self.decode(code, numel, step=step)[start:stop]
 
@@ -131,47 +239,34 @@ class Compressor(ABC):
     def _settle(
         self, codes: Sequence[Tensor], weights: Sequence[float], own: int, x: Tensor, base: Tensor | None, step: int
     ) -> None:
-        news = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+        mean = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
         for code, weight in zip(codes, weights, strict=True):
-            self._decode_add(code, news, weight, step)
-        said = self.decode(codes[own], x.numel(), step=step)
+            self._decode_add(code, mean, weight, step)
+        sent = self.decode(codes[own], x.numel(), step=step)
         if base is None:
-            x.copy_(news - said)
+            x.copy_(mean - sent)
         else:
-            base += news
-            x += news - said
+            base += mean
+            x += mean - sent
 
-    def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
-        """Without a kernel. `residual` may also be fp64: then the rounding to fp32 is fed back too."""
-        p = residual if x is None else x + residual
-        self._encode(p.to(torch.float32), out, step)
-        decoded = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
-        self._decode(out, decoded, step)
-        residual.copy_(p - decoded)
 
-    def _place_for_code(self, numel: int, device: torch.device, out: Tensor | None) -> Tensor:
-        if out is None:
-            return torch.empty(self.nbytes(numel), dtype=torch.uint8, device=device)
-        self._check_code(out, numel)
-        return out
-
-    def _check_code(self, code: Tensor, numel: int) -> None:
-        if code.dtype != torch.uint8 or code.dim() != 1 or not code.is_contiguous():
-            raise ValueError(f"a code must be a contiguous uint8 vector, not {code.dtype} of shape {tuple(code.shape)}")
-        if code.numel() != self.nbytes(numel):
-            raise ValueError(
-                f"the code of {numel} entries by {self!r} must have {self.nbytes(numel)} bytes, not {code.numel()}"
-            )
+def settings_of(cls: type[Compressor]) -> tuple[Field[Any], ...]:
+    """Returns the dataclass fields of a compressor class, in order; all must have defaults."""
+    settings: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
+    if missing := [field.name for field in settings if field.default is MISSING]:
+        raise TypeError(f"every setting of a compressor must have a default; {cls.__name__}.{missing[0]} has none")
+    return settings
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """`x` flat, contiguous and in fp32: itself if it is so already. Numbers beyond fp32 become inf."""
+    """Returns `x` flat, contiguous, detached and in fp32, without a copy if possible. Values beyond fp32 become inf."""
     if not x.dtype.is_floating_point:
         raise ValueError(f"x must be of a floating dtype, not {x.dtype}")
     return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def check_vector(name: str, vector: Tensor) -> None:
+    """Raises ValueError unless `vector` is one-dimensional, contiguous and of a floating dtype."""
     if not vector.dtype.is_floating_point or vector.dim() != 1 or not vector.is_contiguous():
         raise ValueError(
             f"{name} must be a contiguous floating vector, not {vector.dtype} of shape {tuple(vector.shape)}"
@@ -179,12 +274,14 @@ def check_vector(name: str, vector: Tensor) -> None:
 
 
 def check_finite(x: Tensor) -> None:
+    """Raises ValueError if an entry of `x` is NaN or infinite."""
     kernels = kernels_for(x)
     if not (kernels.dense.all_finite(x.numpy()) if kernels else bool(torch.isfinite(x).all())):
         raise not_finite(x)
 
 
 def check_sum_finite(x: Tensor, residual: Tensor) -> None:
+    """Raises ValueError if an entry of x + residual is NaN or infinite."""
     kernels = kernels_for(x, residual)
     if not kernels:
         check_finite(x + residual)
@@ -193,12 +290,13 @@ def check_sum_finite(x: Tensor, residual: Tensor) -> None:
 
 
 def not_finite(x: Tensor) -> ValueError:
+    """Returns the error that names the first entry of `x` that is NaN or infinite."""
     index = int((~torch.isfinite(x)).nonzero()[0])
     return ValueError(f"entries must be finite, but entry {index} of {x.numel()} is {x[index].item()}")
 
 
-def view_as(code: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of `code` as numbers, without a copy where their address allows it."""
+def reinterpret(code: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of `code` as numbers of `dtype`: a view if the address is aligned for it, else a copy."""
     if code.data_ptr() % dtype.itemsize or code.storage_offset() % dtype.itemsize:
         code = code.clone()
     return code.view(dtype)

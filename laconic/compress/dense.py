@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from laconic.compress.backend import kernels_for
-from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, view_as
+from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, reinterpret
 
 
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """All entries as they are, in fp32."""
+    """Sends all entries uncompressed, in fp32: 4 bytes an entry.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Identity
+        >>> Identity().decode(Identity().encode(torch.tensor([0.1, -3.0])), 2)
+        tensor([ 0.1000, -3.0000])
+    """
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
@@ -28,7 +35,7 @@ class Identity(Compressor):
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
         kernels = kernels_for(code, target)
         if kernels:
-            kernels.dense.add_scaled(view_as(code, torch.float32).numpy(), target.numpy(), np.float32(scale))
+            kernels.dense.add_scaled(reinterpret(code, torch.float32).numpy(), target.numpy(), np.float32(scale))
         else:
             super()._decode_add(code, target, scale, step)
 
@@ -47,7 +54,19 @@ class Identity(Compressor):
 
 @dataclass(frozen=True)
 class Half(Compressor):
-    """All entries rounded to fp16 or bf16. What is too large becomes the largest number of the format."""
+    """Rounds all entries to a 16-bit float: 2 bytes an entry.
+
+    Rounds to nearest, ties to even. Entries beyond the format's range become its largest number, with their sign.
+
+    Args:
+        format: `"fp16"` (11 significant bits, up to 65504) or `"bf16"` (8 significant bits, the range of fp32).
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Half
+        >>> Half().decode(Half().encode(torch.tensor([1.0, 1e-3, 1e9])), 3).tolist()
+        [1.0, 0.0010004043579101562, 65504.0]
+    """
 
     format: Literal["fp16", "bf16"] = "fp16"
 
@@ -66,20 +85,20 @@ class Half(Compressor):
         check_finite(x)
         kernels = kernels_for(x, out)
         if kernels:
-            halves = view_as(out, torch.uint16)
+            halves = reinterpret(out, torch.uint16)
             kernels.dense.encode_half(x.numpy(), self.format == "bf16", halves.numpy())
         else:
             largest = torch.finfo(self._dtype).max
             halves = x.clamp(-largest, largest).to(self._dtype)
-        self._deliver(halves, out)
+        self._copy_unless_view(halves, out)
 
     def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
-        target.copy_(view_as(code, self._dtype))
+        target.copy_(reinterpret(code, self._dtype))
 
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
         kernels = kernels_for(code, target)
         if kernels:
-            halves = view_as(code, torch.uint16).numpy()
+            halves = reinterpret(code, torch.uint16).numpy()
             kernels.dense.add_half(halves, self.format == "bf16", target.numpy(), np.float32(scale))
         else:
             super()._decode_add(code, target, scale, step)
@@ -88,12 +107,13 @@ class Half(Compressor):
         kernels = kernels_for(residual, out)
         if kernels and x is not None:
             check_sum_finite(x, residual)
-            halves = view_as(out, torch.uint16)
+            halves = reinterpret(out, torch.uint16)
             kernels.dense.encode_half_with_feedback(x.numpy(), residual.numpy(), self.format == "bf16", halves.numpy())
-            self._deliver(halves, out)
+            self._copy_unless_view(halves, out)
         else:
             super()._encode_with_feedback(x, residual, out, step)
 
-    def _deliver(self, halves: Tensor, out: Tensor) -> None:
+    def _copy_unless_view(self, halves: Tensor, out: Tensor) -> None:
+        # `reinterpret` copies if `out` is not aligned; the kernel has then written to the copy.
         if halves.data_ptr() != out.data_ptr():
             out.copy_(halves.view(torch.uint8))

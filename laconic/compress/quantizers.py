@@ -1,4 +1,4 @@
-"""The quantizers of Efficient-Adam (Chen, Shen, Liu, Luo, arXiv 2205.14473) and QSGD; `Ternary` and `Pick`."""
+"""Quantizers with one scale per block: `Sign`, `Ternary`, `Pick`, `Log` and `Uniform`."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -8,15 +8,38 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from laconic.compress.blockwise import BLOCK, Blockwise, check_block
-from laconic.compress.random import chances, mix
+from laconic.compress.random import derive_key, uniform_noise
+
+TERNARY_FACTOR = 3.0  # the nonzero level of `Ternary` and `Pick`, in mean magnitudes of the block
 
 
 @dataclass(frozen=True)
 class Sign(Blockwise):
-    """One bit an entry: ± the block's mean magnitude. Lossy enough to be of use with error feedback only."""
+    """Sends the sign of each entry, scaled by the block's mean magnitude: 1 bit an entry.
+
+        Q(x)ᵢ = sign(xᵢ) · ‖x‖₁ / n        for a block x of n entries
+
+    Use it with error feedback: without, small entries are inflated to the mean magnitude.
+
+    Args:
+        block: the number of entries that share a scale, a multiple of 64.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Sign
+        >>> Sign().decode(Sign().encode(torch.tensor([1.0, -3.0])), 2)
+        tensor([ 2., -2.])
+
+    References:
+        Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
+        Training of Speech DNNs", Interspeech 2014.
+
+        Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
+        2019, arXiv 1901.09847.
+    """
 
     block: int = BLOCK
-    _kind = "SIGN_KIND"
+    _kernel_kind = "SIGN_KIND"
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -25,30 +48,41 @@ class Sign(Blockwise):
     def bits(self) -> int:
         return 1
 
-    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
-        return mean_magnitudes(p, counts)
+    def _find_scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        return _mean_magnitudes(p, counts)
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
         return torch.signbit(p).to(torch.uint8)
 
-    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return torch.where(codes == 1, -scales, scales)
-
-
-LEVEL_IN_MEANS = 3.0
+    def _dequantize(self, symbols: Tensor, scales: Tensor) -> Tensor:
+        return torch.where(symbols == 1, -scales, scales)
 
 
 @dataclass(frozen=True)
 class Ternary(Blockwise):
-    """Levels 0 and ± three times the block's mean magnitude (± its largest, if that is less); the nearest is taken.
+    """Rounds each entry to the nearest of −s, 0 and s: 2 bits an entry.
 
-    So most entries are 0, and what is said is said of those that stand out, in 2 bits. For error feedback: what is
-    above the level follows later. (TernGrad, Wen et al., arXiv 1705.07878, has the three levels too, by chance and
-    without feedback, and cuts off at 2.5 standard deviations.)
+        s = min(3 · mean |x|, max |x|)        over a block x
+
+    Only entries that stand out are sent; the others become 0. Use it with error feedback: what exceeds s, and what was
+    rounded to 0, is sent later.
+
+    Args:
+        block: the number of entries that share a scale, a multiple of 64.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Ternary
+        >>> Ternary().decode(Ternary().encode(torch.tensor([0.1, -0.9, 0.1, 0.1])), 4)
+        tensor([ 0.0000, -0.9000,  0.0000,  0.0000])
+
+    References:
+        Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017,
+        arXiv 1705.07878. (There: stochastic rounding, no error feedback, clipping at 2.5 standard deviations.)
     """
 
     block: int = BLOCK
-    _kind = "TERNARY_KIND"
+    _kernel_kind = "TERNARY_KIND"
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -57,80 +91,101 @@ class Ternary(Blockwise):
     def bits(self) -> int:
         return 2
 
-    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
-        return torch.minimum(LEVEL_IN_MEANS * mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
+    def _find_scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        return _ternary_scales(p, counts)
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        is_far = (p.abs() >= 0.5 * scales) & (p != 0)
-        return (1 + torch.where(torch.signbit(p), -1, 1) * is_far).to(torch.uint8)
+        is_sent = (p.abs() >= 0.5 * scales) & (p != 0)
+        return (1 + torch.where(torch.signbit(p), -1, 1) * is_sent).to(torch.uint8)
 
-    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return (codes.to(torch.float32) - 1) * scales
+    def _dequantize(self, symbols: Tensor, scales: Tensor) -> Tensor:
+        return (symbols.to(torch.float32) - 1) * scales
 
 
 @dataclass(frozen=True)
 class Pick(Blockwise):
-    """Of each `of` entries one, in 4 bits: the largest, as a level of `Ternary`, if it is not nearest to 0.
+    """Sends the largest entry of each group of `of` entries, rounded as by `Ternary`: 4 bits a group.
 
-    The entries of a group are an `of`-th of a block apart from each other. For error feedback: what was second follows
-    later. That is about as good as `Ternary`, where what stands out is rare, in 0.6 bits an entry with seven.
+    A group's symbol says which entry was picked and its sign, or 0 if all its entries round to 0. With groups of 7 that
+    is 0.6 bits an entry. The entries of a group are block/`of` entries apart. Use it with error feedback: entries that
+    were not picked are sent later.
+
+    Args:
+        of: the number of entries in a group, 2 to 7.
+        block: the number of entries that share a scale, a multiple of 64.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Pick
+        >>> compressor = Pick(of=2)  # two groups: entries 0 and 2, entries 1 and 3
+        >>> compressor.decode(compressor.encode(torch.tensor([0.1, -0.9, 0.1, 0.8])), 4)
+        tensor([ 0.0000, -0.9000,  0.0000,  0.0000])
     """
 
     of: int = 7
     block: int = BLOCK
-    _kind = "PICK_KIND"
+    _kernel_kind = "PICK_KIND"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.of <= 7:  # each of 7 entries with a minus or without, or none, is one of 15
+        if not 2 <= self.of <= 7:  # 7 entries · 2 signs + "none" = 15 symbols fit into 4 bits
             raise ValueError(f"of must be from 2 to 7, not {self.of}")
         check_block(self.block)
 
     @property
     def bits(self) -> int:
-        """Not bits, but `of`: what the kernels are told in their place."""
+        """The width of a group's symbol."""
+        return 4
+
+    @property
+    def _kernel_bits(self) -> int:
         return self.of
 
     def _groups(self, numel: int) -> int:
         return -(-numel // self.of)
 
     def nbytes(self, numel: int) -> int:
-        full, rest = divmod(numel, self.block)
-        return full * (4 + (self._groups(self.block) + 1) // 2) + bool(rest) * (4 + (self._groups(rest) + 1) // 2)
+        full, count = divmod(numel, self.block)
+        return full * (4 + (self._groups(self.block) + 1) // 2) + bool(count) * (4 + (self._groups(count) + 1) // 2)
 
-    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
-        return torch.minimum(LEVEL_IN_MEANS * mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
+    def _find_scales(self, p: Tensor, counts: Tensor) -> Tensor:
+        return _ternary_scales(p, counts)
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        """For each group the number of the entry that is picked, from 1 on; with a minus more by `of`."""
+        """Returns one symbol per group: 0 for none, i for the i-th entry (from 1 on), i + `of` if it is negative."""
         groups = self._groups(p.shape[1])
         rows = pad(p, (0, groups * self.of - p.shape[1])).view(-1, self.of, groups)
-        most, codes = torch.zeros_like(rows[:, 0]), torch.zeros_like(rows[:, 0], dtype=torch.int64)
+        largest, symbols = torch.zeros_like(rows[:, 0]), torch.zeros_like(rows[:, 0], dtype=torch.int64)
         for number, row in enumerate(rows.unbind(1), start=1):
-            codes = torch.where(row.abs() > most, torch.where(torch.signbit(row), number + self.of, number), codes)
-            most = torch.maximum(row.abs(), most)
-        return torch.where(most >= 0.5 * scales, codes, 0).to(torch.uint8)
+            signed_number = torch.where(torch.signbit(row), number + self.of, number)
+            symbols = torch.where(row.abs() > largest, signed_number, symbols)
+            largest = torch.maximum(row.abs(), largest)
+        return torch.where(largest >= 0.5 * scales, symbols, 0).to(torch.uint8)
 
-    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return (codes.to(torch.float32) - 1) * scales
+    def _dequantize(self, symbols: Tensor, scales: Tensor) -> Tensor:
+        return (symbols.to(torch.float32) - 1) * scales
 
-    def _pack(self, codes: Tensor) -> Tensor:
-        half = (codes.shape[1] + 1) // 2
-        return codes[:, :half] | (pad(codes[:, half:], (0, codes.shape[1] % 2)) << 4)
+    def _pack(self, symbols: Tensor) -> Tensor:
+        half = (symbols.shape[1] + 1) // 2
+        return symbols[:, :half] | (pad(symbols[:, half:], (0, symbols.shape[1] % 2)) << 4)
 
     def _unpack(self, packed: Tensor, count: int) -> Tensor:
-        """For each entry what `Ternary` has: 1, and one more or less if it was picked."""
+        """Returns the symbols of `Ternary`, one per entry: 0, 1 or 2 for −s, 0 or s."""
         picked = torch.cat([packed & 15, packed >> 4], dim=1)[:, None, : self._groups(count)]
         numbers = torch.arange(1, self.of + 1, device=packed.device)[:, None]
-        codes = 1 + (picked == numbers).to(torch.int8) - (picked == numbers + self.of).to(torch.int8)
-        return codes.flatten(1)[:, :count]
+        symbols = 1 + (picked == numbers).to(torch.int8) - (picked == numbers + self.of).to(torch.int8)
+        return symbols.flatten(1)[:, :count]
 
 
-def mean_magnitudes(p: Tensor, counts: Tensor) -> Tensor:
-    # The order of the sum is part of the definition: all implementations must agree on its rounding.
+def _ternary_scales(p: Tensor, counts: Tensor) -> Tensor:
+    return torch.minimum(TERNARY_FACTOR * _mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
+
+
+def _mean_magnitudes(p: Tensor, counts: Tensor) -> Tensor:
+    # The order of summation is part of the definition: the kernels must round in the same way.
     quarters = (p.abs() * 0.25).view(p.shape[0], p.shape[1] // 64, 4, 16)
-    fours = ((quarters[:, :, 0] + quarters[:, :, 1]) + (quarters[:, :, 2] + quarters[:, :, 3])).double()
+    sums_of_4 = ((quarters[:, :, 0] + quarters[:, :, 1]) + (quarters[:, :, 2] + quarters[:, :, 3])).double()
     lanes = torch.zeros(p.shape[0], 16, dtype=torch.float64, device=p.device)
-    for row in fours.unbind(1):
+    for row in sums_of_4.unbind(1):
         lanes = lanes + row
     for width in (8, 4, 2, 1):
         lanes = lanes[:, :width] + lanes[:, width : 2 * width]
@@ -139,45 +194,84 @@ def mean_magnitudes(p: Tensor, counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Log(Blockwise):
-    """Levels 0, ±2⁻ᵏ … ±½, ±1 times the block's largest magnitude, k = 2^(bits−1) − 2; the nearest is taken.
+    """Rounds each entry to the nearest power of two of the block's largest magnitude, or 0: `bits` bits an entry.
 
-    The largest entry of a block is exact; the error of an entry is at most a third of it down to 2⁻ᵏ of the largest.
+        levels: 0, ±2⁻ᵏ s, …, ±½ s, ±s        s = max |x| over a block, k = 2^(bits−1) − 2
+
+    The largest entry of a block is exact. Entries of at least 2⁻ᵏ s have an error of at most a third of themselves;
+    smaller ones of at most 2⁻ᵏ⁻¹ s.
+
+    Args:
+        bits: the width of a symbol, 2 to 6.
+        block: the number of entries that share a scale, a multiple of 64.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Log
+        >>> Log(3).decode(Log(3).encode(torch.tensor([0.8, -0.7, 0.3, 0.01])), 4)
+        tensor([ 0.8000, -0.8000,  0.4000,  0.0000])
+
+    References:
+        Chen, Shen, Liu, Luo, "Efficient-Adam: Communication-Efficient Distributed Adam", arXiv 2205.14473.
     """
 
     bits: int = 4
     block: int = BLOCK
-    _kind = "LOG_KIND"
+    _kernel_kind = "LOG_KIND"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 6:
             raise ValueError(f"bits must be from 2 to 6, not {self.bits}")
         check_block(self.block)
 
-    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+    @property
+    def _top(self) -> int:
+        """The symbol of the highest level, without the sign bit."""
+        return (1 << (self.bits - 1)) - 1
+
+    def _find_scales(self, p: Tensor, counts: Tensor) -> Tensor:
         return p.abs().amax(1, keepdim=True)
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        levels = (1 << (self.bits - 1)) - 1
         magnitude, largest = p.abs().double(), scales.double()
         index = torch.zeros(p.shape, dtype=torch.uint8, device=p.device)
-        for i in range(1, levels + 1):
-            begins_at = 0.5 if i == 1 else 0.75  # the lowest level's neighbour is 0, that of others half of themselves
-            index += (magnitude >= largest * (begins_at * 2.0 ** (i - levels))) & (magnitude > 0)
+        for i in range(1, self._top + 1):
+            # A level's lower bound is halfway to the level below: to 0 for the lowest, to half of itself for others.
+            lower_bound = 0.5 if i == 1 else 0.75
+            index += (magnitude >= largest * (lower_bound * 2.0 ** (i - self._top))) & (magnitude > 0)
         return index | (torch.signbit(p).to(torch.uint8) << (self.bits - 1))
 
-    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
-        levels = (1 << (self.bits - 1)) - 1
-        index = codes & levels
-        size = torch.where(index > 0, torch.exp2(index.double() - levels), 0.0) * scales.double()
-        return torch.where(codes > levels, -size, size).float()
+    def _dequantize(self, symbols: Tensor, scales: Tensor) -> Tensor:
+        index = symbols & self._top
+        magnitude = torch.where(index > 0, torch.exp2(index.double() - self._top), 0.0) * scales.double()
+        return torch.where(symbols > self._top, -magnitude, magnitude).float()
 
 
 @dataclass(frozen=True)
 class Uniform(Blockwise):
-    """Evenly spaced levels from − to + the block's largest magnitude, 2^bits − 1 of them, so that 0 is one.
+    """Rounds each entry to one of 2^bits − 1 evenly spaced levels: `bits` bits an entry.
 
-    Rounds to the nearest; with `stochastic` up or down by chance, so that the mean over steps is the entry itself. Then
-    give each rank its own `seed` (`for_rank`), or all ranks err in the same direction.
+        levels: i/n · s for i = −n, …, n        s = max |x| over a block, n = 2^(bits−1) − 1
+
+    Rounds to the nearest level or, with `stochastic`, to one of the two neighbours at random so that E[Q(x)] = x. For
+    stochastic rounding give each rank its own random stream with `for_rank`.
+
+    Args:
+        bits: the width of a symbol, 2 to 8.
+        stochastic: whether to round at random.
+        block: the number of entries that share a scale, a multiple of 64.
+        seed: selects the random stream of stochastic rounding.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import Uniform
+        >>> compressor = Uniform(3)  # levels −1, −2/3, −1/3, 0, 1/3, 2/3 and 1, times the largest magnitude
+        >>> compressor.decode(compressor.encode(torch.tensor([3.0, -1.2, 0.4, 1.6])), 4)
+        tensor([ 3., -1.,  0.,  2.])
+
+    References:
+        Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and
+        Encoding", NeurIPS 2017, arXiv 1610.02132.
     """
 
     bits: int = 8
@@ -191,31 +285,33 @@ class Uniform(Blockwise):
         check_block(self.block)
 
     @property
-    def _kind(self) -> str:
+    def _kernel_kind(self) -> str:
         return "STOCHASTIC_KIND" if self.stochastic else "UNIFORM_KIND"
 
     def for_rank(self, rank: int) -> Self:
-        return replace(self, seed=mix(self.seed, rank)) if self.stochastic else self
+        return replace(self, seed=derive_key(self.seed, rank)) if self.stochastic else self
 
     def _key(self, step: int) -> int:
-        return mix(self.seed, step)
+        return derive_key(self.seed, step)
 
     @property
     def _top(self) -> int:
+        """The number n of the highest level."""
         return (1 << (self.bits - 1)) - 1
 
-    def _scales(self, p: Tensor, counts: Tensor) -> Tensor:
+    def _find_scales(self, p: Tensor, counts: Tensor) -> Tensor:
         return p.abs().amax(1, keepdim=True)
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        enlarge = torch.where(scales < 2.0**-60, 2.0**64, 1.0).float()  # keeps steps finite, and is exact
-        # A tensor on top: number / tensor would take the reciprocal first and round twice.
+        # For tiny scales top / scale would overflow. Multiplying by a power of two is exact.
+        enlarge = torch.where(scales < 2.0**-60, 2.0**64, 1.0).float()
+        # The numerator is a tensor: number / tensor would multiply by the reciprocal and round twice.
         steps = torch.where(scales > 0, torch.full_like(scales, self._top) / (scales * enlarge), 0.0)
-        moved = (p * enlarge) * steps
+        level = (p * enlarge) * steps
         if self.stochastic:
-            moved = (moved + chances(key, p.shape[0], p.shape[1], p.device)).clamp(-self._top, self._top)
-        return (moved.round() + self._top).to(torch.uint8)
+            level = (level + uniform_noise(key, p.shape[0], p.shape[1], p.device)).clamp(-self._top, self._top)
+        return (level.round() + self._top).to(torch.uint8)
 
-    def _levels(self, codes: Tensor, scales: Tensor) -> Tensor:
-        unit = torch.tensor(1.0, dtype=torch.float32, device=codes.device) / self._top
-        return ((codes.to(torch.float32) - self._top) * unit) * scales
+    def _dequantize(self, symbols: Tensor, scales: Tensor) -> Tensor:
+        unit = torch.tensor(1.0, dtype=torch.float32, device=symbols.device) / self._top
+        return ((symbols.to(torch.float32) - self._top) * unit) * scales

@@ -1,9 +1,9 @@
-"""Compressors as short strings, for the command line: `log:3`, `uniform:8:stochastic`, `log:4:block=1024`."""
+"""Compressors as short texts, for the command line: `log:3`, `uniform:8:stochastic`, `log:4:block=1024`."""
 
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field
 from typing import Any
 
-from laconic.compress.compressor import Compressor
+from laconic.compress.compressor import Compressor, settings_of
 from laconic.compress.dense import Half, Identity
 from laconic.compress.quantizers import Log, Pick, Sign, Ternary, Uniform
 from laconic.compress.random_block import RandomBlock
@@ -11,64 +11,60 @@ from laconic.compress.topk import TopK
 from laconic.names import look_up
 
 NAMES: dict[str, type[Compressor]] = {
-    "identity": Identity,
-    "half": Half,
-    "sign": Sign,
-    "ternary": Ternary,
-    "pick": Pick,
-    "log": Log,
-    "uniform": Uniform,
-    "topk": TopK,
-    "randomblock": RandomBlock,
+    cls.__name__.lower(): cls for cls in (Identity, Half, Sign, Ternary, Pick, Log, Uniform, TopK, RandomBlock)
 }
 
 
 def parse(text: str) -> Compressor:
-    """The compressor that `text` names: a name, then settings in order or as setting=value, all separated by colons."""
+    """Returns the compressor that `text` describes; `str(compressor)` is the inverse.
+
+    Args:
+        text: the compressor's name in lower case, then its settings, separated by colons. A setting is written as
+            `name=value`, or as its value alone if the settings before it are written too. A flag that is set is
+            written as its name.
+
+    Returns:
+        The compressor.
+
+    Raises:
+        ValueError: an unknown name or setting, or a value that is not allowed.
+
+    Example:
+        >>> from laconic.compress import parse
+        >>> parse("uniform:8:stochastic")
+        Uniform(bits=8, stochastic=True, block=2048, seed=0)
+        >>> parse("log:4:block=1024")
+        Log(bits=4, block=1024)
+        >>> str(parse("log:4:block=1024"))
+        'log:4:block=1024'
+    """
     name, *arguments = text.strip().split(":")
     cls = look_up("compressor", name, NAMES)
-    settings = {field.name: field for field in _fields(cls)}
+    settings = {field.name: field for field in settings_of(cls)}
     values: dict[str, Any] = {}
-    for place, argument in enumerate(arguments):
+    for position, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         if not equals:
-            key, value = (list(settings)[place] if place < len(settings) else argument), argument
-        if key not in settings or key in values:
-            raise ValueError(f"{text!r}: {name} has no place for {argument!r}; its settings are {list(settings)}")
-        values[key] = _value(settings[key], value, text)
+            key, value = (list(settings)[position] if position < len(settings) else argument), argument
+        if key in values:
+            raise ValueError(f"{text!r}: {argument!r} sets {key} for the second time")
+        if key not in settings:
+            known = f"its settings are {', '.join(settings)}" if settings else "it has none"
+            raise ValueError(f"{text!r}: {argument!r} is not a setting of {name}; {known}")
+        values[key] = _convert(settings[key], value, text)
     return cls(**values)
 
 
-def spec(compressor: Compressor) -> str:
-    """The text that `parse` turns back into `compressor`: what it is known by, then what differs from the defaults."""
-    name = next(name for name, cls in NAMES.items() if type(compressor) is cls)
-    words = [name]
-    for place, field in enumerate(_fields(type(compressor))):
-        value = getattr(compressor, field.name)
-        if field.name in ("bits", "ratio"):
-            words.append(str(value))
-        elif value != field.default:
-            in_order = place == len(words) - 1 and field.name in ("stochastic", "format")
-            words.append((field.name if value is True else str(value)) if in_order else f"{field.name}={value}")
-    return ":".join(words)
-
-
-def _fields(cls: type[Compressor]) -> tuple[Field[Any], ...]:
-    settings: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
-    assert all(field.default is not MISSING for field in settings)
-    return settings
-
-
-def _value(field: Field[Any], text: str, whole: str) -> Any:
+def _convert(field: Field[Any], value: str, text: str) -> Any:
     if field.type is bool:
-        if text in (field.name, "True"):
+        if value in (field.name, "True"):
             return True
-        if text == "False":
+        if value == "False":
             return False
-        raise ValueError(f"{whole!r}: {field.name} is either written or left out, not {text!r}")
+        raise ValueError(f"{text!r}: write {field.name!r} to set {field.name}, or leave it out; not {value!r}")
     if field.type in (int, float):
         try:
-            return int(text) if field.type is int or text.isdigit() else float(text)
+            return int(value) if field.type is int or value.isdigit() else float(value)
         except ValueError:
-            raise ValueError(f"{whole!r}: {field.name} must be a number, not {text!r}") from None
-    return text
+            raise ValueError(f"{text!r}: {field.name} must be a number, not {value!r}") from None
+    return value

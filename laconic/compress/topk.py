@@ -12,21 +12,41 @@ from laconic.compress.backend import kernels_for
 from laconic.compress.compressor import Compressor, check_finite, not_finite
 
 
-class Layout(NamedTuple):
-    """Where the parts of a code end: k values in fp32, low bits of their indices, Elias–Fano bitmap of the rest."""
+class _Sections(NamedTuple):
+    """The number of entries k, and the byte offsets at which the three sections of a code end.
+
+    The sections are the k values in fp32, the lowest `low_bits` bits of the k sorted indices, and the Elias–Fano bitmap
+    of the indices' high bits: bit (index >> low_bits) + position is set.
+    """
 
     k: int
     low_bits: int
     values_end: int
-    lows_end: int
-    end: int
+    low_bits_end: int
+    bitmap_end: int
 
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """Exactly round(ratio·numel) entries, at least one: the largest in magnitude, of equals the first, in fp32.
+    """Sends the k = max(1, round(ratio·numel)) entries of largest magnitude, in fp32; the others decode to 0.
 
-    Sorted indices cost about 2 + log2(1/ratio) bits each (Elias–Fano), within half a bit of the least possible.
+    Among entries of equal magnitude the first are sent. The sorted indices are Elias–Fano coded in about
+    2 + log2(1/ratio) bits each, within half a bit of the information-theoretic minimum.
+
+    Args:
+        ratio: the fraction of entries that is sent, above 0 and at most 1.
+
+    Example:
+        >>> import torch
+        >>> from laconic.compress import TopK
+        >>> compressor = TopK(ratio=0.5)
+        >>> compressor.decode(compressor.encode(torch.tensor([0.1, -3.0, 2.0, 0.5])), 4)
+        tensor([ 0., -3.,  2.,  0.])
+
+    References:
+        Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv 1704.05021.
+
+        Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", J. ACM 21(2), 1974.
     """
 
     ratio: float = 0.01
@@ -35,16 +55,18 @@ class TopK(Compressor):
         if not 0.0 < self.ratio <= 1.0:
             raise ValueError(f"ratio must be above 0 and at most 1, not {self.ratio}")
 
-    def _layout(self, numel: int) -> Layout:
+    def _sections(self, numel: int) -> _Sections:
         if numel == 0:
-            return Layout(0, 0, 0, 0, 0)
+            return _Sections(0, 0, 0, 0, 0)
         k = max(1, round(self.ratio * numel))
         low_bits = int(math.log2(numel // k))
-        lows_end = 4 * k + packing.packed_nbytes(k, low_bits)
-        return Layout(k, low_bits, 4 * k, lows_end, lows_end + packing.packed_nbytes(k + ((numel - 1) >> low_bits), 1))
+        values_end = 4 * k
+        low_bits_end = values_end + packing.packed_nbytes(k, low_bits)
+        bitmap_end = low_bits_end + packing.packed_nbytes(k + ((numel - 1) >> low_bits), 1)
+        return _Sections(k, low_bits, values_end, low_bits_end, bitmap_end)
 
     def nbytes(self, numel: int) -> int:
-        return self._layout(numel).end
+        return self._sections(numel).bitmap_end
 
     def _encode(self, x: Tensor, out: Tensor, step: int) -> None:
         indices = self._select(x, None)
@@ -72,8 +94,8 @@ class TopK(Compressor):
         target.index_add_(0, indices, values.mul_(scale))
 
     def _select(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Indices of the entries to send, ascending; raises unless all entries are finite."""
-        k = self._layout(x.numel()).k
+        """Returns the sorted indices of the k largest entries of x (+ residual); raises if an entry is not finite."""
+        k = self._sections(x.numel()).k
         kernels = kernels_for(x)
         if kernels:
             indices = torch.empty(k, dtype=torch.int64)
@@ -89,38 +111,38 @@ class TopK(Compressor):
         return torch.cat([above, equal]).sort().values
 
     def _write(self, values: Tensor, indices: Tensor, out: Tensor, numel: int) -> None:
-        k, low_bits, values_end, lows_end, end = self._layout(numel)
+        k, low_bits, values_end, low_bits_end, bitmap_end = self._sections(numel)
         out[:values_end] = values.view(torch.uint8)
         kernels = kernels_for(out)
         if kernels:
-            kernels.topk.pack_indices(
-                indices.numpy(), low_bits, out[values_end:lows_end].numpy(), out[lows_end:].numpy()
-            )
+            lows, bitmap = out[values_end:low_bits_end].numpy(), out[low_bits_end:].numpy()
+            kernels.topk.pack_indices(indices.numpy(), low_bits, lows, bitmap)
             return
         if low_bits:
-            out[values_end:lows_end] = packing.pack_sequence(indices & ((1 << low_bits) - 1), low_bits)
-        bitmap = torch.zeros(8 * (end - lows_end), dtype=torch.uint8, device=out.device)
-        bitmap[(indices >> low_bits) + torch.arange(k, device=out.device)] = 1
-        out[lows_end:] = packing.pack_sequence(bitmap, 1)
+            out[values_end:low_bits_end] = packing.pack_sequence(indices & ((1 << low_bits) - 1), low_bits)
+        flags = torch.zeros(8 * (bitmap_end - low_bits_end), dtype=torch.uint8, device=out.device)
+        flags[(indices >> low_bits) + torch.arange(k, device=out.device)] = 1
+        out[low_bits_end:] = packing.pack_sequence(flags, 1)
 
     def _read(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        k, low_bits, values_end, lows_end, _ = self._layout(numel)
+        """Returns the values and the sorted indices in `code`; raises if its bytes are not a valid code."""
+        k, low_bits, values_end, low_bits_end, _ = self._sections(numel)
         values = code[:values_end].clone().view(torch.float32)
         check_finite(values)
         kernels = kernels_for(code)
         if kernels:
             indices = torch.empty(k, dtype=torch.int64)
-            lows, highs = code[values_end:lows_end].numpy(), code[lows_end:].numpy()
-            valid = kernels.topk.unpack_indices(lows, highs, low_bits, numel, indices.numpy())
+            lows, bitmap = code[values_end:low_bits_end].numpy(), code[low_bits_end:].numpy()
+            valid = kernels.topk.unpack_indices(lows, bitmap, low_bits, numel, indices.numpy())
         else:
-            bitmap = packing.unpack_sequence(code[lows_end:], 1, 8 * (code.numel() - lows_end))
-            places = bitmap.nonzero().flatten()
-            valid = places.numel() == k
+            flags = packing.unpack_sequence(code[low_bits_end:], 1, 8 * (code.numel() - low_bits_end))
+            positions = flags.nonzero().flatten()
+            valid = positions.numel() == k
             if valid:
-                indices = (places - torch.arange(k, device=code.device)) << low_bits
+                indices = (positions - torch.arange(k, device=code.device)) << low_bits
                 if low_bits:
-                    indices |= packing.unpack_sequence(code[values_end:lows_end], low_bits, k)
+                    indices |= packing.unpack_sequence(code[values_end:low_bits_end], low_bits, k)
                 valid = bool((indices < numel).all() and (indices.diff() > 0).all())
         if not valid:
-            raise ValueError(f"the indices in this code are not {k} ascending ones below {numel}")
+            raise ValueError(f"the code is damaged: its indices are not {k} ascending numbers below {numel}")
         return values, indices

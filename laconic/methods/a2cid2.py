@@ -1,13 +1,19 @@
-"""A2CiD2: gossip with one neighbour at a time that never stops the training, accelerated by a continuous momentum.
+"""A2CiD2: asynchronous gossip with one neighbour at a time, accelerated by a continuous momentum.
 
-Nabli, Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning", NeurIPS
-2023, arXiv 2306.08289.
+Each worker runs local steps and, in the background, averages its parameters x with those of one neighbour at a time. A
+second vector x̃ gives the averaging a momentum. With local steps −γg at the times of N and exchanges with neighbour j at
+the times of M_j:
 
     dx = η(x̃ − x)dt − γg dN − ½ Σ_j (x − x_j) dM_j        dx̃ = η(x − x̃)dt − γg dN − α̃ Σ_j (x − x_j) dM_j
 
-Kept here is δ = x̃ − x instead of x̃: the own steps leave it alone, and mixing over a time Δ is x += cδ, δ *= 1 − 2c.
-Both are kept up to factors, so that mixing costs no pass over the vectors until x itself must be right.
-Clocks are counted in ∫η dt, so the ends of an exchange need not have the same η, only the same moment and the same α̃.
+The implementation stores δ = x̃ − x instead of x̃. Local steps do not change δ, and mixing over a time Δ is x += cδ,
+δ *= 1 − 2c with c = ½(1 − e^(−2ηΔ)). Both vectors are stored up to scalar factors, so mixing only updates these
+factors; the vectors are touched when x is needed. Clocks count ∫η dt, so the two ends of an exchange may have different
+η. They must only agree on the clock value and on α̃.
+
+References:
+    Nabli, Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning",
+    NeurIPS 2023, arXiv 2306.08289.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -26,30 +33,46 @@ from laconic.comm.finite import is_finite
 from laconic.method import Method, Replica, check_count, state
 from laconic.topology import TOPOLOGIES, Topology, named
 
-MEMORY = 100  # steps over which "auto" measures its rate
-SMALL = 1e-3  # δ's factor is brought back to 1 below this
-PIECE_NUMEL = 1 << 15  # x is cut into no smaller pieces
+RATE_WINDOW = 100  # steps over which `rate="auto"` measures the rate
+MIN_SCALE = 1e-3  # the factor of δ is folded into the vector below this, before it loses precision
+MIN_PIECE_NUMEL = 1 << 15  # an exchange sends x in pieces of at least this many entries
 
 
 def mixing(elapsed: float) -> tuple[float, float]:
-    """c and 1 − 2c: over this time on the mixing clock x moves by cδ, and δ shrinks to (1 − 2c)δ."""
+    """Returns c and 1 − 2c for mixing over `elapsed` = ηΔ: x moves by cδ, and δ shrinks to (1 − 2c)δ."""
     return -math.expm1(-2 * elapsed) / 2, math.exp(-2 * elapsed)
 
 
 @dataclass
 class A2CiD2(Method):
-    """Pairwise averaging along the edges of a graph, beside the training.
+    """Averages parameters between pairs of neighbours in the background, with momentum.
+
+    Each exchange sends 4d + 32 bytes each way, for d parameters. The module docstring has the equations.
 
     Args:
-        topology: ring, exponential, complete, torus, or a `laconic.topology.Topology` of the workers.
-        rate: exchanges per gradient step and worker. `"auto"`: as many as the link allows, at most one; the momentum
-            follows the measured rate. A worker answers whenever it is asked, so a slow one may make more a step.
-        momentum: without it, this is plain asynchronous gossip.
-        background: False makes the exchanges between the steps, along a random matching that all workers share:
-            deterministic, and everyone waits for everyone.
-        slack: steps that the training may be ahead of `rate` before it waits for exchanges; `"auto"` never waits.
+        topology: who exchanges with whom: `"ring"`, `"exponential"`, `"complete"`, `"torus"`, or a
+            `laconic.topology.Topology` of all workers.
+        rate: exchanges per gradient step and worker. `"auto"` makes as many as the link allows, at most about one; the
+            momentum follows the measured rate. Workers answer requests at any time, so a slow worker may make more.
+        momentum: False gives plain asynchronous pairwise gossip.
+        background: False makes the exchanges between steps, along random matchings that are the same on all workers.
+            This is deterministic and synchronous; it is meant for tests.
+        slack: with a fixed `rate`, training waits once it is this many steps ahead of its exchanges. `"auto"` never
+            waits.
 
-    Bytes an exchange and worker: 4d + 32.
+    Example:
+        >>> import torch, laconic
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with laconic.Worker(model, optimizer, laconic.A2CiD2(topology="ring")) as worker:
+        ...     model(torch.ones(2)).sum().backward()
+        ...     optimizer.step()
+        >>> worker.step
+        1
+
+    References:
+        Nabli, Belilovsky, Oyallon, "A2CiD2: Accelerating Asynchronous Communication in Decentralized Deep Learning",
+        NeurIPS 2023, arXiv 2306.08289.
     """
 
     paper: ClassVar[str] = "arXiv 2306.08289"
@@ -60,38 +83,39 @@ class A2CiD2(Method):
     background: bool = True
     slack: int = 8
 
-    delta: Tensor = state()  # (d) x̃ − x = scale · delta
+    # The current x is `_local_x` + pending + pending_mix · delta, and the current δ is scale · delta.
+    delta: Tensor = state()  # (d)
     scale: float = state(0.0)
-    correction: Tensor = state()  # (d) what exchanges and mixing have added to x since the last step boundary is
-    drift: float = state(0.0)  # correction + drift · delta
-    clock: float = state(0.0)  # this worker's time, ∫η dt; it never falls behind that of a peer it has met
-    mixed: float = state(0.0)  # x and δ are mixed up to here
-    steps: int = state(0)  # made so far by this worker
-    pace: float = state(0.0)  # exchanges a step, as measured here and averaged with the peers
-    sought: int = state(0)  # exchanges that should have been made by now
-    credit: float = state(0.0)  # the same for matchings: exchanges a worker that are still to be made
-    exchanges: int = state(0)  # made so far by this worker
-    lasting: int = state(16)  # own steps during the last exchange, or a guess
+    pending: Tensor = state()  # (d) changes of x by exchanges that the model does not contain yet
+    pending_mix: float = state(0.0)  # the same for mixing, as a multiple of delta
+    clock: float = state(0.0)  # ∫η dt of this worker; an exchange advances it to the later of both clocks
+    mixed_until: float = state(0.0)  # the clock value up to which x and δ are mixed
+    steps: int = state(0)
+    measured_rate: float = state(0.0)  # exchanges per step, measured here and averaged with the peers'
+    requested: int = state(0)  # exchanges that should have been made by now
+    backlog: float = state(0.0)  # with background=False: exchanges per worker that are still to be made
+    exchanges: int = state(0)
+    exchange_steps: int = state(16)  # local steps made during the last exchange; at first a guess
 
-    partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # the same, by peer
+    partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # exchanges by peer
     _x: Tensor = field(init=False, repr=False, compare=False)
-    _own: Tensor = field(init=False, repr=False, compare=False)  # x, or a copy of it while x is lent
-    _sent: Tensor = field(init=False, repr=False, compare=False)  # (d)
-    _corrected: list[slice] = field(init=False, repr=False, compare=False, default_factory=list)  # the rest is 0
+    _local_x: Tensor = field(init=False, repr=False, compare=False)  # _x, or a copy while consensus() uses _x
+    _send_buffer: Tensor = field(init=False, repr=False, compare=False)  # (d)
+    _pending_slices: list[slice] = field(init=False, repr=False, compare=False, default_factory=list)  # nonzero there
     _exchanging: bool = field(init=False, repr=False, compare=False, default=False)
     _rank: int = field(init=False, repr=False, compare=False)
-    _graph: Topology = field(init=False, repr=False, compare=False)
+    _graph: Topology = field(init=False, repr=False, compare=False)  # of the workers that are left
     _gossip: Gossip | None = field(init=False, repr=False, compare=False, default=None)
-    _before: int = field(init=False, repr=False, compare=False, default=0)  # exchanges made before this gossip's first
+    _resumed_exchanges: int = field(init=False, repr=False, compare=False, default=0)  # from before this Gossip
 
     def __post_init__(self) -> None:
         if isinstance(self.topology, str):
             if self.topology not in TOPOLOGIES:
-                named(self.topology, 1)  # raises with the near misses
+                named(self.topology, 1)  # raises, suggesting similar names
         elif not isinstance(self.topology, Topology):
             raise ValueError(f"topology must be a name or a laconic.topology.Topology, not {self.topology!r}")
         if self.rate != "auto" and not (isinstance(self.rate, (int, float)) and 0 < self.rate < math.inf):
-            raise ValueError(f'rate must be "auto" or more than 0 exchanges a step, not {self.rate!r}')
+            raise ValueError(f'rate must be "auto" or more than 0 exchanges per step, not {self.rate!r}')
         for name in ("momentum", "background"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -101,11 +125,13 @@ class A2CiD2(Method):
         size = worker.comm.size
         self._graph = named(self.topology, size) if isinstance(self.topology, str) else self.topology
         if self._graph.nodes != tuple(range(size)):
-            raise ValueError(f"topology must be of the {size} workers there are, not of {self._graph.size}")
+            raise ValueError(
+                f"topology must have the nodes 0 to {size - 1}, one for each of {size} workers, not {self._graph.nodes}"
+            )
         self._rank = worker.comm.rank
-        self._x, self._own, self._sent = worker.x, worker.x, torch.empty_like(worker.x)
+        self._x, self._local_x, self._send_buffer = worker.x, worker.x, torch.empty_like(worker.x)
         self.delta = torch.zeros_like(worker.x)
-        self.correction = torch.zeros_like(worker.x)
+        self.pending = torch.zeros_like(worker.x)
         if self.background and size > 1:
             self._gossip = worker.comm.gossip(self._graph, self.exchange)
 
@@ -113,184 +139,196 @@ class A2CiD2(Method):
         if worker.comm.size == 1:
             return
         if self._gossip is None:
-            self._cross_boundary()
-            for pair in self._matchings(worker.generator):
+            self._finish_step()
+            for pair in self._draw_matchings(worker.generator):
                 if worker.comm.rank in pair:
-                    converse(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank)
-                    self._settle()
+                    run_dialogue(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank)
+                    self._apply_pending()
             return
         with self._gossip:
             self._graph = self._gossip.topology
-            self._cross_boundary()
-        self._seek(self._gossip, worker)
+            self._finish_step()
+        self._request_exchanges(self._gossip, worker)
 
     def pause(self, worker: Replica) -> None:
         if self._gossip is not None:
             with self._gossip:
-                self._own = self._x.clone()  # x may be lent; exchanges go on, and must not see the agreed model
+                # consensus() may overwrite x with the averaged model. Exchanges go on and must not send that.
+                self._local_x = self._x.clone()
 
     def drain(self, worker: Replica) -> None:
         if self._gossip is None:
             return
         self._gossip.close()
         self._graph = self._gossip.topology
-        # At a common time the mean of x is the mean of x₀ and of all own steps, exactly.
+        # At a common clock value the mean of x is exactly the mean of x₀ and of all local steps.
         self._mix(max(worker.comm.meet("the end of gossip", self.clock)))
-        self._settle()
+        self._apply_pending()
 
     def metrics(self) -> dict[str, float]:
-        with_whom = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}
-        return {"exchanges": float(self.exchanges), "exchanges_per_step": self.pace, **with_whom}
+        by_peer = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}
+        return {"exchanges": float(self.exchanges), "exchanges_per_step": self.measured_rate, **by_peer}
 
-    # The paper's three rules. Each is for each coordinate by itself, and an own step moves x and x̃ alike. So x may go
-    # in pieces, read while the optimizer is at work or after some more own steps: what counts is that both ends have
-    # mixed to the same moment, and use the gap between what was really sent.
+    # The paper's three rules: exchange, local step, mixing. Each acts on every coordinate independently, and a local
+    # step moves x and x̃ equally. So x may be sent in pieces, and be read while the optimizer runs or some local steps
+    # later. The mean is preserved as long as both ends are mixed to the same clock value and use the difference of
+    # what was actually sent.
 
     def exchange(self, peer: int) -> Dialogue:
-        """Both ends agree on a moment, mix to it, send their x, and move by gaps that are exactly opposite.
+        """Averages x with a peer; both ends run this generator.
 
-        Until the end they mix no further. x goes in as many pieces as the exchange takes steps: each is sent as it is
-        then and its gap applied when it comes, or the gaps would be as old as the exchange is long.
+        Both ends agree on a clock value, mix to it, send their x, and move by exactly opposite differences. They do not
+        mix again until the exchange is over. x is sent in as many pieces as the last exchange took steps, each with its
+        current values, and each difference is applied when it arrives; otherwise differences would be as old as the
+        exchange is long.
+
+        Yields:
+            The tensors to send; the peer's tensors come back.
         """
-        began = self.steps
-        mine = torch.tensor([self.clock, self._alpha_tilde(), self.pace, self.lasting], dtype=torch.float64)
+        steps_before = self.steps
+        mine = torch.tensor(
+            [self.clock, self._alpha_tilde(), self.measured_rate, self.exchange_steps], dtype=torch.float64
+        )
         self._exchanging = True
         try:
             theirs = yield mine
-            now, _, _, lasting = torch.maximum(mine, theirs).tolist()
+            now, _, _, exchange_steps = torch.maximum(mine, theirs).tolist()
             alpha_tilde = (mine[1].item() + theirs[1].item()) / 2
             self.clock = max(self.clock, now)
             self._mix(now)
-            if alpha_tilde != 0.5:
-                self._rescale()  # else δ stays 0
-            for piece in self._pieces(int(lasting)):
-                sent = self._current(piece)
-                self._require_finite(sent)
+            if alpha_tilde != 0.5:  # with α̃ = ½, δ does not change
+                self._rescale()
+            for piece in self._pieces(int(exchange_steps)):
+                sent = self._current_x(piece)
+                self._check_finite(sent)
                 received = yield sent
-                self._jump(piece, sent.sub_(received), -0.5, 0.5 - alpha_tilde)
+                self._move(piece, sent.sub_(received), -0.5, 0.5 - alpha_tilde)
         finally:
             self._exchanging = False
-        self.lasting = max(1, self.steps - began)
-        self.pace += (theirs[2].item() - mine[2].item()) / 2 + self._gain()
+        self.exchange_steps = max(1, self.steps - steps_before)
+        self.measured_rate += (theirs[2].item() - mine[2].item()) / 2 + self._rate_gain()
         self.exchanges += 1
         self.partners[peer] += 1
 
-    def _cross_boundary(self) -> None:
-        """A gradient step has been made: time goes on by one, and x takes up what came in."""
+    def _finish_step(self) -> None:
+        """Advances the clock by one local step, mixes, and applies the pending changes to the model."""
         self.clock += self._eta()
         self.steps += 1
-        self.pace *= 1 - self._gain()
+        self.measured_rate *= 1 - self._rate_gain()
         if not self._exchanging:
             self._mix(self.clock)
-        self._settle()
-
-    # x is `_own` + correction + drift · delta, and δ is scale · delta.
+        self._apply_pending()
 
     def _mix(self, now: float) -> None:
-        c, shrinking = mixing(now - self.mixed)
-        self.drift += c * self.scale
+        """Mixes x and δ up to the clock value `now`, by changing scalars only."""
+        c, shrinking = mixing(now - self.mixed_until)
+        self.pending_mix += c * self.scale
         self.scale *= shrinking
-        self.mixed = now
+        self.mixed_until = now
 
     def _rescale(self) -> None:
-        if self.scale >= SMALL:
+        """Folds the factors into the vectors if δ's factor is small."""
+        if self.scale >= MIN_SCALE:
             return
-        if self.drift:
-            self.correction.add_(self.delta, alpha=self.drift)
-            self._corrected.append(slice(None))
+        if self.pending_mix:
+            self.pending.add_(self.delta, alpha=self.pending_mix)
+            self._pending_slices.append(slice(None))
         self.delta.mul_(self.scale)
-        self.drift, self.scale = 0.0, 1.0
+        self.pending_mix, self.scale = 0.0, 1.0
 
-    def _jump(self, piece: slice, by: Tensor, x_factor: float, delta_factor: float) -> None:
-        """This piece of x and of δ moves by these multiples of `by`."""
+    def _move(self, piece: slice, difference: Tensor, x_factor: float, delta_factor: float) -> None:
+        """Adds x_factor · difference to a piece of the current x, and delta_factor · difference to that of δ."""
         in_delta = delta_factor / self.scale if delta_factor else 0.0
-        self.correction[piece].add_(by, alpha=x_factor - self.drift * in_delta)
-        self._corrected.append(piece)
+        self.pending[piece].add_(difference, alpha=x_factor - self.pending_mix * in_delta)
+        self._pending_slices.append(piece)
         if in_delta:
-            self.delta[piece].add_(by, alpha=in_delta)
+            self.delta[piece].add_(difference, alpha=in_delta)
 
     def _pieces(self, count: int) -> list[slice]:
         d = self._x.numel()
-        count = max(1, min(count, d // PIECE_NUMEL))
+        count = max(1, min(count, d // MIN_PIECE_NUMEL))
         return [slice(d * i // count, d * (i + 1) // count) for i in range(count)]
 
-    def _current(self, piece: slice) -> Tensor:
-        out = self._sent[piece]
-        if self._corrected:
-            torch.add(self._own[piece], self.correction[piece], out=out)
+    def _current_x(self, piece: slice) -> Tensor:
+        """Returns a piece of the current x, in the send buffer."""
+        out = self._send_buffer[piece]
+        if self._pending_slices:
+            torch.add(self._local_x[piece], self.pending[piece], out=out)
         else:
-            out.copy_(self._own[piece])
-        return out.add_(self.delta[piece], alpha=self.drift) if self.drift else out
+            out.copy_(self._local_x[piece])
+        return out.add_(self.delta[piece], alpha=self.pending_mix) if self.pending_mix else out
 
-    def _require_finite(self, sent: Tensor) -> None:
+    def _check_finite(self, sent: Tensor) -> None:
         if not is_finite(sent):
             raise FloatingPointError(
-                f"rank {self._rank}: the parameters hold NaN or infinity, so the gossip of this worker has ended"
+                f"rank {self._rank}: the parameters contain NaN or infinity after step {self.steps}, so this worker "
+                f"has left the gossip; lower the learning rate or clip gradients, and resume from a checkpoint"
             )
 
-    def _settle(self) -> None:
-        """Between steps: x takes up what came in."""
-        for piece in self._corrected:
-            self._x[piece].add_(self.correction[piece])
-            self.correction[piece].zero_()
-        if self.drift:
-            self._x.add_(self.delta, alpha=self.drift)
-        self._corrected, self.drift, self._own = [], 0.0, self._x
+    def _apply_pending(self) -> None:
+        """Adds the pending changes to the model; only between steps, never during a forward or backward pass."""
+        for piece in self._pending_slices:
+            self._x[piece].add_(self.pending[piece])
+            self.pending[piece].zero_()
+        if self.pending_mix:
+            self._x.add_(self.delta, alpha=self.pending_mix)
+        self._pending_slices, self.pending_mix, self._local_x = [], 0.0, self._x
 
-    # The graph's constants at the rate of now. η is proportional to the rate, α̃ does not depend on it.
+    # The graph's constants at the current rate. η is proportional to the rate; α̃ does not depend on it.
 
     def _eta(self) -> float:
         if not self.momentum or self._graph.size == 1:
             return 0.0
-        return self._graph.constants(self._rate_now()).eta
+        return self._graph.constants(self._current_rate()).eta
 
     def _alpha_tilde(self) -> float:
         return self._graph.constants().alpha_tilde if self.momentum else 0.5
 
-    def _rate_now(self) -> float:
-        return max(self.pace, 1e-6) if self.rate == "auto" else self.rate
+    def _current_rate(self) -> float:
+        return max(self.measured_rate, 1e-6) if self.rate == "auto" else self.rate
 
-    def _gain(self) -> float:
-        """The weight of the latest step in `pace`: of all steps alike at first, so that the start is right too."""
-        return 1 / min(max(1, self.steps), MEMORY)
+    def _rate_gain(self) -> float:
+        """Returns the weight of the latest step in `measured_rate`: a plain mean at first, then a moving average."""
+        return 1 / min(max(1, self.steps), RATE_WINDOW)
 
     # When to exchange.
 
-    def _seek(self, gossip: Gossip, worker: Replica) -> None:
+    def _request_exchanges(self, gossip: Gossip, worker: Replica) -> None:
         if self.rate == "auto":
-            # What could not be made in this step is not made up for later; one is, so that a need becomes urgent.
+            # Missed exchanges are not accumulated, except for one, so that the request can become urgent.
             patience = 2
-            self.sought = min(self.sought + 1, self.exchanges + patience)
+            self.requested = min(self.requested + 1, self.exchanges + patience)
         else:
             patience = max(2, math.ceil(self.rate * self.slack / 2))
-            while self._due(worker.comm.rank, self.sought) <= worker.step:
-                self.sought += 1
-        gossip.seek(self.sought - self._before, urgently=self.sought - self._before - patience + 1)
+            while self._due_step(worker.comm.rank, self.requested) <= worker.step:
+                self.requested += 1
+        total = self.requested - self._resumed_exchanges
+        gossip.seek(total, urgently=total - patience + 1)
         if self.rate != "auto":
-            gossip.wait(math.floor(self.rate * (worker.step - self.slack)) - self._before)
+            gossip.wait(math.floor(self.rate * (worker.step - self.slack)) - self._resumed_exchanges)
 
-    def _due(self, rank: int, k: int) -> float:
-        """The step at which this rank's k-th exchange falls due: at random in the k-th interval of length 1/rate."""
+    def _due_step(self, rank: int, k: int) -> float:
+        """Returns when a rank's k-th exchange is due, in steps: at random in the k-th interval of length 1/rate."""
         assert self.rate != "auto"
         return (k + random.Random((rank << 40) + k).random()) / self.rate
 
-    def _matchings(self, generator: torch.Generator) -> list[tuple[int, int]]:
-        """The pairs that exchange after this step, the same on all ranks: whole random matchings, as the rate asks."""
+    def _draw_matchings(self, generator: torch.Generator) -> list[tuple[int, int]]:
+        """Returns the pairs that exchange after this step, the same on all ranks: random maximal matchings."""
         pairs: list[tuple[int, int]] = []
-        self.credit += 1.0 if self.rate == "auto" else self.rate
-        while self.credit > 0:
-            taken: set[int] = set()
+        self.backlog += 1.0 if self.rate == "auto" else self.rate
+        while self.backlog > 0:
+            matched: set[int] = set()
             for index in torch.randperm(len(self._graph.edges), generator=generator).tolist():
                 pair = self._graph.edges[index]
-                if taken.isdisjoint(pair):
-                    taken.update(pair)
+                if matched.isdisjoint(pair):
+                    matched.update(pair)
                     pairs.append(pair)
-            self.credit -= len(taken) / self._graph.size
+            self.backlog -= len(matched) / self._graph.size
         return pairs
 
     def state_dict(self) -> dict[str, Any]:
         if self._gossip is not None:
-            # Until the next step: no exchange may be in one rank's checkpoint and not in its peer's.
+            # Paused until the next step: otherwise an exchange could be in one rank's checkpoint and not in its peer's.
             self._gossip.pause()
         return super().state_dict()
 
@@ -298,13 +336,13 @@ class A2CiD2(Method):
         if self._gossip is not None:
             self._gossip.pause()
         super().load_state_dict(saved)
-        self._own, self._corrected = self._x, [slice(None)]
-        self._before = self.exchanges - (self._gossip.exchanges if self._gossip is not None else 0)
+        self._local_x, self._pending_slices = self._x, [slice(None)]
+        self._resumed_exchanges = self.exchanges - (self._gossip.exchanges if self._gossip is not None else 0)
 
 
-def converse(comm: Comm, talk: Any, peer: int) -> None:
-    """Hold a dialogue now, in the foreground."""
-    dialogue: Dialogue = talk(peer)
+def run_dialogue(comm: Comm, talk: Callable[[int], Dialogue], peer: int) -> None:
+    """Runs a dialogue with a peer in the foreground, message by message."""
+    dialogue = talk(peer)
     sent = next(dialogue)
     while True:
         received = comm.exchange(sent, peer)

@@ -27,6 +27,7 @@ blockwise = st.sampled_from(BLOCKWISE)
 
 
 def make(kind: str, size: int, seed: int) -> Tensor:
+    """Returns a vector of one of the KINDS."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(size, generator=generator)
     if kind == "zeros":
@@ -56,7 +57,7 @@ vectors = st.builds(make, st.sampled_from(KINDS), st.sampled_from(SIZES), st.int
 
 
 def plain_torch() -> AbstractContextManager[object]:
-    """Hide the numba kernels."""
+    """Hides the numba kernels, so that compressors run in plain torch."""
     return mock.patch.object(backend, "_numba_kernels", return_value=None)
 
 

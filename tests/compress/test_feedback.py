@@ -1,15 +1,15 @@
-"""Error feedback loses nothing: what was decoded and what is kept sum to what was put in."""
+"""Error feedback loses nothing: the decoded vectors and the residual sum to the inputs."""
 
 import pytest
 import torch
 
-from laconic.compress import Log, RandomBlock, encode_with_feedback
+from laconic.compress import Compressor, Log, RandomBlock, encode_with_feedback
 from tests.compress.cases import ALL, make, same_bits
 
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decoded_and_residual_sum_to_the_inputs(compressor, dtype):
+def test_decoded_and_residual_sum_to_the_inputs(compressor: Compressor, dtype: torch.dtype) -> None:
     n = 5000
     residual = torch.zeros(n, dtype=dtype)
     inputs, decoded = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -23,7 +23,7 @@ def test_decoded_and_residual_sum_to_the_inputs(compressor, dtype):
 
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)
-def test_without_x_the_residual_is_what_is_coded(compressor):
+def test_without_x_the_residual_is_encoded(compressor: Compressor) -> None:
     x = make("normal", 3000, 0)
     with_x, without = torch.full_like(x, -0.0), x.clone()
     a = encode_with_feedback(compressor, x, with_x, step=3)
@@ -32,7 +32,7 @@ def test_without_x_the_residual_is_what_is_coded(compressor):
     assert torch.equal(with_x, without)
 
 
-def test_random_block_without_x_touches_its_block_only():
+def test_random_block_without_x_touches_only_its_block() -> None:
     compressor, n = RandomBlock(10), 1000
     residual = torch.full((n,), float("nan"))
     start, stop = compressor.bounds(n, 4)
@@ -42,14 +42,14 @@ def test_random_block_without_x_touches_its_block_only():
     assert residual.isnan().sum() == n - (stop - start)
 
 
-def test_parameters_that_need_gradients_can_be_encoded():
+def test_parameters_that_require_gradients_can_be_encoded() -> None:
     x = torch.nn.Parameter(make("normal", 100, 0))
     residual = torch.zeros(100)
     encode_with_feedback(Log(3), x, residual)
     assert not residual.requires_grad
 
 
-def test_what_is_refused():
+def test_invalid_arguments_are_rejected() -> None:
     x = torch.zeros(10)
     with pytest.raises(ValueError, match="bfloat16"):
         encode_with_feedback(Log(3), x, torch.zeros(10, dtype=torch.bfloat16))

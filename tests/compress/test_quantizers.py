@@ -1,23 +1,25 @@
-"""The algebra of the quantizers (methods: error bounds, exact points, symmetry, idempotence) and of TopK."""
+"""Error bounds, exact points, symmetry and idempotence of the quantizers, of `Half` and of `TopK`."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from laconic.compress import Half, Log, Pick, Sign, Ternary, TopK, Uniform
+from laconic.compress import Compressor, Half, Log, Pick, Sign, Ternary, TopK, Uniform
 from tests.compress.cases import DENSE, DETERMINISTIC, few, make, plain_torch, vectors
 
-TINY = torch.finfo(torch.float32).tiny
-LEAST = 2.0**-149  # the spacing of denormal numbers
+SMALLEST = 2.0**-149  # the spacing of subnormal numbers
 logs = st.sampled_from([Log(b) for b in range(2, 7)])
 uniforms = st.sampled_from([Uniform(b) for b in range(2, 9)])
 
 
-def through(compressor, x):
+def through(compressor: Compressor, x: Tensor) -> Tensor:
+    """Encodes and decodes x."""
     return compressor.decode(compressor.encode(x), x.numel())
 
 
-def block_largest(x, block):
+def block_largest(x: Tensor, block: int) -> Tensor:
+    """Returns for each entry the largest magnitude of its block."""
     largest = torch.zeros_like(x)
     for start in range(0, x.numel(), block):
         largest[start : start + block] = x[start : start + block].abs().max()
@@ -26,21 +28,21 @@ def block_largest(x, block):
 
 @few
 @given(st.sampled_from([*DENSE, *DETERMINISTIC]), vectors)
-def test_odd_and_zero_to_zero(compressor, x):
+def test_odd_and_zero_to_zero(compressor: Compressor, x: Tensor) -> None:
     assert torch.equal(through(compressor, -x), -through(compressor, x))
     assert not through(compressor, torch.zeros_like(x)).any()
 
 
 @few
 @given(st.one_of(logs, uniforms, st.sampled_from(DENSE)), vectors)
-def test_idempotent(compressor, x):
+def test_idempotent(compressor: Compressor, x: Tensor) -> None:
     once = through(compressor, x)
     assert torch.equal(through(compressor, once), once)
 
 
 @few
 @given(st.one_of(logs, uniforms), vectors)
-def test_the_largest_of_a_block_is_exact(compressor, x):
+def test_the_largest_of_a_block_is_exact(compressor: Log | Uniform, x: Tensor) -> None:
     largest = block_largest(x, compressor.block)
     decoded = through(compressor, x)
     assert torch.equal(decoded[x.abs() == largest], x[x.abs() == largest])
@@ -49,35 +51,35 @@ def test_the_largest_of_a_block_is_exact(compressor, x):
 
 @few
 @given(logs, vectors)
-def test_log_errs_by_at_most_a_third(compressor, x):
+def test_log_has_a_relative_error_of_at_most_a_third(compressor: Log, x: Tensor) -> None:
     k = 2 ** (compressor.bits - 1) - 2
     largest = block_largest(x, compressor.block).double()
     error = (through(compressor, x).double() - x.double()).abs()
     near = x.abs().double() >= largest * 2.0**-k
-    assert (error <= x.abs().double() / 3 + LEAST / 2)[near].all()
-    assert (error <= largest * 2.0 ** -(k + 1) + LEAST / 2)[~near].all()
+    assert (error <= x.abs().double() / 3 + SMALLEST / 2)[near].all()
+    assert (error <= largest * 2.0 ** -(k + 1) + SMALLEST / 2)[~near].all()
 
 
 @few
 @given(logs, vectors)
-def test_log_takes_the_nearest_level(compressor, x):
+def test_log_rounds_to_the_nearest_level(compressor: Log, x: Tensor) -> None:
     levels = 2.0 ** -torch.arange(2 ** (compressor.bits - 1) - 1).double()
     levels = torch.cat([levels, torch.zeros(1).double()])
     nearest = (x.double().abs()[:, None] - block_largest(x, compressor.block).double()[:, None] * levels).abs().amin(1)
     error = (through(compressor, x).double() - x.double()).abs()
-    assert (error <= nearest + LEAST / 2).all()
+    assert (error <= nearest + SMALLEST / 2).all()
 
 
 @few
 @given(uniforms, vectors)
-def test_uniform_errs_by_at_most_half_a_step(compressor, x):
-    step = block_largest(x, compressor.block).double() / (2 ** (compressor.bits - 1) - 1)
+def test_uniform_has_an_error_of_at_most_half_a_level(compressor: Uniform, x: Tensor) -> None:
+    spacing = block_largest(x, compressor.block).double() / (2 ** (compressor.bits - 1) - 1)
     error = (through(compressor, x).double() - x.double()).abs()
-    assert (error <= step * (0.5 + 2.0**-14) + LEAST / 2).all()
+    assert (error <= spacing * (0.5 + 2.0**-14) + SMALLEST / 2).all()
 
 
-def test_unit_times_levels_is_one():
-    """Else the largest entry of a block would not be exact."""
+def test_unit_times_levels_is_one() -> None:
+    """Otherwise the largest entry of a block would not be exact."""
     for bits in range(2, 9):
         top = torch.tensor(2.0 ** (bits - 1) - 1)
         assert (torch.tensor(1.0) / top) * top == 1.0
@@ -85,42 +87,42 @@ def test_unit_times_levels_is_one():
 
 @few
 @given(vectors)
-def test_sign_keeps_signs_and_the_mean_magnitude(x):
+def test_sign_keeps_signs_and_the_mean_magnitude(x: Tensor) -> None:
     decoded = through(Sign(block=64), x)
     for start in range(0, x.numel(), 64):
         part, code = x[start : start + 64], decoded[start : start + 64]
         mean = part.double().abs().mean()
-        assert torch.allclose(code.double().abs(), mean.expand(part.shape), rtol=1e-6, atol=2 * LEAST)
+        assert torch.allclose(code.double().abs(), mean.expand(part.shape), rtol=1e-6, atol=2 * SMALLEST)
     assert torch.equal(torch.signbit(decoded), torch.signbit(x))
 
 
 @few
 @given(vectors)
-def test_ternary_takes_the_nearest_of_0_and_three_mean_magnitudes(x):
+def test_ternary_rounds_to_0_or_three_mean_magnitudes(x: Tensor) -> None:
     decoded = through(Ternary(block=64), x).double()
     for start in range(0, x.numel(), 64):
         part, code = x[start : start + 64].double(), decoded[start : start + 64]
         level = min(3 * part.abs().mean(), part.abs().max())
         error, nearest = (code - part).abs(), torch.minimum(part.abs(), (part.abs() - level).abs())
-        assert (error <= nearest + level * 1e-6 + 12 * LEAST).all()
-        assert part.abs().max() < 12 * LEAST or code.any()  # or error feedback would wait forever
+        assert (error <= nearest + level * 1e-6 + 12 * SMALLEST).all()
+        assert part.abs().max() < 12 * SMALLEST or code.any()  # otherwise error feedback would never send it
 
 
 @few
 @given(vectors)
-def test_pick_tells_the_largest_of_each_seven(x):
+def test_pick_sends_the_largest_of_each_seven(x: Tensor) -> None:
     ternary, decoded = through(Ternary(block=64), x), through(Pick(block=64), x)
     for start in range(0, x.numel(), 64):
         part, full, picked = (vector[start : start + 64] for vector in (x, ternary, decoded))
         groups = -(-part.numel() // 7)
         for first in range(groups):
-            group, told = part[first::groups].abs(), picked[first::groups] != 0
-            assert int(told.sum()) == int(bool(full[first::groups].any()))
-            assert (group[told] == group.max()).all()
-        assert torch.equal(picked, picked.where(picked == 0, full))  # a level of ternary, or none
+            group, sent = part[first::groups].abs(), picked[first::groups] != 0
+            assert int(sent.sum()) == int(bool(full[first::groups].any()))
+            assert (group[sent] == group.max()).all()
+        assert torch.equal(picked, picked.where(picked == 0, full))  # the value of Ternary, or 0
 
 
-def test_what_is_next_to_nothing_has_a_sign_with_and_without_kernels():
+def test_pick_keeps_the_sign_of_subnormal_numbers_with_and_without_kernels() -> None:
     for x in (torch.tensor([-(2.0**-149)]), torch.tensor([0.0, -1e-42, 0.0]).repeat(700)):
         with plain_torch():
             plain = through(Pick(), x)
@@ -129,7 +131,7 @@ def test_what_is_next_to_nothing_has_a_sign_with_and_without_kernels():
 
 @few
 @given(vectors)
-def test_half_rounds_as_torch_does_and_stops_at_the_largest(x):
+def test_half_rounds_as_torch_does_and_clamps(x: Tensor) -> None:
     for compressor, dtype in ((Half("fp16"), torch.float16), (Half("bf16"), torch.bfloat16)):
         limit = torch.finfo(dtype).max
         assert torch.equal(through(compressor, x), x.clamp(-limit, limit).to(dtype).float())
@@ -138,7 +140,7 @@ def test_half_rounds_as_torch_does_and_stops_at_the_largest(x):
 
 @few
 @given(st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]), vectors)
-def test_topk_keeps_the_largest_exactly_and_of_equals_the_first(ratio, x):
+def test_topk_keeps_the_largest_exactly_and_the_first_of_equals(ratio: float, x: Tensor) -> None:
     decoded = through(TopK(ratio), x)
     k = max(1, round(ratio * x.numel())) if x.numel() else 0
     order = sorted(range(x.numel()), key=lambda i: (-abs(x[i].item()), i))[:k]
@@ -147,7 +149,7 @@ def test_topk_keeps_the_largest_exactly_and_of_equals_the_first(ratio, x):
     assert torch.equal(decoded, expected)
 
 
-def test_topk_when_its_sample_misleads():
+def test_topk_is_exact_if_its_sample_misleads() -> None:
     n = 1 << 17
     sampled = torch.arange(n) % 1024 < 16
     large_where_sampled = torch.where(sampled, 100.0, 1.0) * make("normal", n, 0)

@@ -1,4 +1,4 @@
-"""A worker that is killed, stopped or cut off is dropped by name, and the rest go on to an agreed model."""
+"""Workers that are killed, stopped or cut off are dropped by rank; the others continue and agree on a model."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ STEPS = 60
 
 
 def outcomes(run: Callable[[], Any], workers: int) -> list[Any]:
-    """What each process returned, or None if it was killed. Unlike `spawn`, the others are left alone then."""
+    """Returns each process's result, or None if it was killed. Unlike `spawn`, this does not end the others then."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes, pipes = [], []
     for rank in range(workers):
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         job = cloudpickle.dumps((run, _environment(rank, workers, store, None)))
-        process = context.Process(target=report, args=(theirs, job))
+        process = context.Process(target=report, args=(child_end, job))
         process.start()
-        theirs.close()
+        child_end.close()
         processes.append(process)
-        pipes.append(ours)
+        pipes.append(parent_end)
     results = []
     for pipe, process in zip(pipes, processes, strict=True):
         try:
@@ -55,16 +55,16 @@ def report(pipe: Connection, job: bytes) -> None:
     pipe.send_bytes(cloudpickle.dumps(run()))
 
 
-def live(
+def run_worker(
     accident: Callable[[laconic.Worker], None],
     graph: topology.Topology | str,
     timeout: float,
     directory: Path | None = None,
 ) -> dict[str, Any]:
-    """Train until all is over; the accident happens at step 10, and nobody leaves before it has been noticed."""
+    """Trains for STEPS steps; `accident` is called at step 10, early enough for all workers to notice it."""
     model = nn.Sequential(nn.Linear(20, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    told: dict[str, Any] = {"error": "", "distance": None}
+    result: dict[str, Any] = {"error": "", "distance": None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -78,15 +78,15 @@ def live(
                     if step == 10:
                         accident(worker)
                 with worker.consensus():
-                    told["members"] = worker.comm.members
+                    result["members"] = worker.comm.members
                 if directory is not None:
                     worker.save(directory)
-                    told["x_saved"] = worker.x.clone()
+                    result["x_saved"] = worker.x.clone()
         except laconic.PeerError as error:
-            told["error"] = str(error)
-    told |= {"x": worker.x.clone(), "bn": model[1].running_mean.clone(), "nodes": worker.method._graph.nodes}
-    told["warnings"] = [str(warning.message) for warning in caught]
-    return told
+            result["error"] = str(error)
+    result |= {"x": worker.x.clone(), "bn": model[1].running_mean.clone(), "nodes": worker.method._graph.nodes}
+    result["warnings"] = [str(warning.message) for warning in caught]
+    return result
 
 
 def check_survivors(results: list[Any], survivors: list[int], lost: int) -> None:
@@ -108,18 +108,18 @@ def test_one_of_four_is_killed() -> None:
         if worker.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    results = outcomes(lambda: live(accident, topology.ring(4), timeout=5), 4)
+    results = outcomes(lambda: run_worker(accident, topology.ring(4), timeout=5), 4)
     assert results[2] is None
     check_survivors(results, [0, 1, 3], lost=2)
 
 
-def test_one_of_three_is_stopped_for_longer_than_the_time_out() -> None:
+def test_one_of_three_is_stopped_for_longer_than_the_timeout() -> None:
     def accident(worker: laconic.Worker) -> None:
         if worker.rank == 0:
             subprocess.Popen(["sh", "-c", f"sleep 11; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    results = outcomes(lambda: live(accident, topology.ring(3), timeout=3), 3)
+    results = outcomes(lambda: run_worker(accident, topology.ring(3), timeout=3), 3)
     check_survivors(results, [1, 2], lost=0)
     assert results[0]["error"].startswith("rank 0 was dropped, the others go on without it: no ")
 
@@ -137,7 +137,7 @@ def test_an_exception_on_one_of_three_and_a_checkpoint_of_the_others(tmp_path: P
             assert worker.step == STEPS
             return worker.x.clone()
 
-    results = outcomes(lambda: live(accident, "ring", timeout=30, directory=tmp_path), 3)
+    results = outcomes(lambda: run_worker(accident, "ring", timeout=30, directory=tmp_path), 3)
     check_survivors(results, [0, 2], lost=1)
     for x, survivor in zip(laconic.spawn(resume, 2), (0, 2), strict=True):
         assert torch.equal(x, results[survivor]["x_saved"])
@@ -145,13 +145,13 @@ def test_an_exception_on_one_of_three_and_a_checkpoint_of_the_others(tmp_path: P
     assert any("no such image" in text for text in results[0]["warnings"])
 
 
-def test_a_graph_that_falls_apart_raises_on_the_smaller_side() -> None:
+def test_a_disconnected_graph_raises_on_the_smaller_side() -> None:
     def accident(worker: laconic.Worker) -> None:
         if worker.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     path = topology.from_edges([(0, 1), (1, 2), (2, 3)])
-    results = outcomes(lambda: live(accident, path, timeout=5), 4)
+    results = outcomes(lambda: run_worker(accident, path, timeout=5), 4)
     check_survivors(results, [2, 3], lost=1)
     assert "without rank 1" in results[0]["error"]
     assert "the graph is disconnected, and the workers [0] have no path to [2, 3], which go on" in results[0]["error"]

@@ -1,15 +1,15 @@
-"""Building blocks of the kernels: reinterpreting floats as integers, and packing small codes into bytes."""
+"""Building blocks of the kernels: floats as integers, and packing integers of a few bits into bytes."""
 
 # mypy: ignore-errors
-# (numba compiles a dialect of Python that mypy takes for Python)
+# numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 SIGN = np.int32(-0x80000000)
-NOT_FINITE = np.int32(0x7F800000)  # the bits of inf; every nan has larger ones
+NOT_FINITE = np.int32(0x7F800000)  # the bits of inf; those of every NaN are larger
 
 ONE_BIT = np.uint64(0x0101010101010101)
 TWO_BITS = np.uint64(0x0303030303030303)
@@ -18,6 +18,8 @@ FOUR_BITS = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 @intrinsic
 def bits_of(typing_context, value):
+    """Reinterprets an fp32 number as int32."""
+
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.int32))
 
@@ -26,6 +28,8 @@ def bits_of(typing_context, value):
 
 @intrinsic
 def float_of(typing_context, value):
+    """Reinterprets an int32 number as fp32."""
+
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
 
@@ -33,7 +37,7 @@ def float_of(typing_context, value):
 
 
 def _int32_operation(name):
-    """An operation on 32 bits, where numba would widen to 64 and halve the lanes of a vector."""
+    """Makes an int32 operation. numba would widen to int64, which halves the lanes of a SIMD vector."""
 
     @intrinsic
     def operation(typing_context, left, right):
@@ -50,7 +54,7 @@ add32, and32, shl32 = _int32_operation("add"), _int32_operation("and_"), _int32_
 
 @intrinsic
 def load_word(typing_context, data, start):
-    """Eight bytes of a uint8 array from any address, aligned or not."""
+    """Loads eight bytes of a uint8 array as uint64, from any address."""
 
     def generate(context, builder, signature, arguments):
         pointer = builder.gep(
@@ -63,7 +67,7 @@ def load_word(typing_context, data, start):
 
 @intrinsic
 def store_word(typing_context, data, start, word):
-    """The counterpart of `load_word`."""
+    """Stores a uint64 as eight bytes of a uint8 array, at any address."""
 
     def generate(context, builder, signature, arguments):
         pointer = builder.gep(
@@ -76,22 +80,11 @@ def store_word(typing_context, data, start, word):
 
 
 @intrinsic
-def pointer_to(typing_context, address):
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+def hash32(typing_context, index, first, second):
+    """Hashes an index with a key (first, second), as `uniform_noise` in `laconic/compress/random.py` does.
 
-    return types.voidptr(types.uint64), generate
-
-
-@njit(nogil=True, cache=True)
-def bytes_at(address, size):
-    """An array over memory that others own: so a kernel takes any number of codes, wherever they are."""
-    return carray(pointer_to(address), (size,), np.uint8)
-
-
-@intrinsic
-def scramble(typing_context, index, first, second):
-    """The counter-based generator of `laconic.compress.random`, in 32-bit operations that numba would widen to 64."""
+    Written in LLVM operations, because numba would widen 32-bit operations to 64 bits.
+    """
 
     def generate(context, builder, signature, arguments):
         index, first, second = arguments
@@ -107,7 +100,7 @@ def scramble(typing_context, index, first, second):
 
 @njit(nogil=True, cache=True)
 def largest_bits(x):
-    """Of the largest magnitude: as an integer, because a float maximum would neither vectorise nor keep a nan."""
+    """Returns max |x| as bits. Magnitudes order like their bits; a float maximum would not vectorize and drop NaN."""
     largest = np.int32(0)
     for i in range(x.size):
         magnitude = and32(bits_of(x[i]), MAGNITUDE)
@@ -115,7 +108,17 @@ def largest_bits(x):
     return largest
 
 
-# A plain loop, because a slice assignment takes numba seconds to compile.
+@njit(nogil=True, cache=True)
+def largest_bits_of_sum(x, r):
+    """Returns max |x + r| as bits, like `largest_bits`."""
+    largest = np.int32(0)
+    for i in range(x.size):
+        magnitude = and32(bits_of(x[i] + r[i]), MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+# Plain loops, because numba takes seconds to compile a slice assignment.
 @njit(nogil=True, cache=True)
 def fill(target, value):
     for i in range(target.size):
@@ -123,14 +126,14 @@ def fill(target, value):
 
 
 @njit(nogil=True, cache=True)
-def move(source, target):
+def copy_into(target, source):
     for i in range(source.size):
         target[i] = source[i]
 
 
 @njit(nogil=True, cache=True)
 def store_float(out, start, value):
-    """Four bytes, little-endian: `out` has no alignment to rely on."""
+    """Stores an fp32 number as four bytes, little-endian, at any address."""
     pattern = np.uint32(bits_of(value))
     for i in range(4):
         out[start + i] = np.uint8(pattern >> np.uint32(8 * i))
@@ -138,6 +141,7 @@ def store_float(out, start, value):
 
 @njit(nogil=True, cache=True)
 def load_float(code, start):
+    """Inverts `store_float`."""
     pattern = np.uint32(0)
     for i in range(4):
         pattern |= np.uint32(code[start + i]) << np.uint32(8 * i)
@@ -145,78 +149,76 @@ def load_float(code, start):
 
 
 @njit(nogil=True, cache=True)
-def pack_fields(codes, bits, out):
-    """Pack one block of `bits`-wide codes, eight bytes at a time.
+def pack_fields(symbols, bits, out):
+    """Packs the symbols of a full block, eight bytes at a time, in the layout of `pack_fields` in `packing.py`.
 
-    The codes are cut into fields of 4, 2 and 1 bits, lowest bits first (3 = 2 + 1). A field of w bits is a plane in
-    which byte i holds the field of codes i, i + n, i + 2n … for n = block·w/8: neighbours stay neighbours, and loops
-    vectorise.
+    Neighbouring symbols end up in neighbouring bytes, so the loops vectorize.
     """
     low = np.uint64(0)
     start = 0
     if bits & 4:
-        n = codes.size // 2
+        n = symbols.size // 2
         for i in range(0, n, 8):
-            a = (load_word(codes, i) >> low) & FOUR_BITS
-            b = (load_word(codes, i + n) >> low) & FOUR_BITS
+            a = (load_word(symbols, i) >> low) & FOUR_BITS
+            b = (load_word(symbols, i + n) >> low) & FOUR_BITS
             store_word(out, start + i, a | (b << np.uint64(4)))
         low += np.uint64(4)
         start += n
     if bits & 2:
-        n = codes.size // 4
+        n = symbols.size // 4
         for i in range(0, n, 8):
-            a = (load_word(codes, i) >> low) & TWO_BITS
-            b = (load_word(codes, i + n) >> low) & TWO_BITS
-            c = (load_word(codes, i + 2 * n) >> low) & TWO_BITS
-            d = (load_word(codes, i + 3 * n) >> low) & TWO_BITS
+            a = (load_word(symbols, i) >> low) & TWO_BITS
+            b = (load_word(symbols, i + n) >> low) & TWO_BITS
+            c = (load_word(symbols, i + 2 * n) >> low) & TWO_BITS
+            d = (load_word(symbols, i + 3 * n) >> low) & TWO_BITS
             store_word(out, start + i, a | (b << np.uint64(2)) | (c << np.uint64(4)) | (d << np.uint64(6)))
         low += np.uint64(2)
         start += n
     if bits & 1:
-        n = codes.size // 8
+        n = symbols.size // 8
         for i in range(0, n, 8):
             packed = np.uint64(0)
             for j in range(8):
-                packed |= ((load_word(codes, i + j * n) >> low) & ONE_BIT) << np.uint64(j)
+                packed |= ((load_word(symbols, i + j * n) >> low) & ONE_BIT) << np.uint64(j)
             store_word(out, start + i, packed)
 
 
 @njit(nogil=True, cache=True)
-def unpack_fields(packed, bits, codes):
-    """The inverse of `pack_fields`."""
+def unpack_fields(packed, bits, symbols):
+    """Inverts `pack_fields`."""
     low = np.uint64(0)
     start = 0
     if bits & 4:
-        n = codes.size // 2
+        n = symbols.size // 2
         for i in range(0, n, 8):
             word = load_word(packed, i)
-            store_word(codes, i, word & FOUR_BITS)
-            store_word(codes, i + n, (word >> np.uint64(4)) & FOUR_BITS)
+            store_word(symbols, i, word & FOUR_BITS)
+            store_word(symbols, i + n, (word >> np.uint64(4)) & FOUR_BITS)
         low += np.uint64(4)
         start += n
     elif bits & 3:
-        fill(codes, np.uint8(0))
+        fill(symbols, np.uint8(0))
     if bits & 2:
-        n = codes.size // 4
+        n = symbols.size // 4
         for i in range(0, n, 8):
             word = load_word(packed, start + i)
             for j in range(4):
                 field = ((word >> np.uint64(2 * j)) & TWO_BITS) << low
-                store_word(codes, i + j * n, load_word(codes, i + j * n) | field)
+                store_word(symbols, i + j * n, load_word(symbols, i + j * n) | field)
         low += np.uint64(2)
         start += n
     if bits & 1:
-        n = codes.size // 8
+        n = symbols.size // 8
         for i in range(0, n, 8):
             word = load_word(packed, start + i)
             for j in range(8):
                 field = ((word >> np.uint64(j)) & ONE_BIT) << low
-                store_word(codes, i + j * n, load_word(codes, i + j * n) | field)
+                store_word(symbols, i + j * n, load_word(symbols, i + j * n) | field)
 
 
 @njit(nogil=True, cache=True)
 def pack_sequence(values, width, out):
-    """Pack numbers of `width` bits one after the other, lowest bit first."""
+    """Packs integers of `width` bits one after the other, lowest bit first."""
     pending = np.uint64(0)
     filled = 0
     position = 0
@@ -234,7 +236,7 @@ def pack_sequence(values, width, out):
 
 @njit(nogil=True, cache=True)
 def unpack_sequence(code, width, values):
-    """The inverse of `pack_sequence`."""
+    """Inverts `pack_sequence`."""
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     pending = np.uint64(0)
     filled = 0

@@ -1,7 +1,7 @@
-"""Kernels of the compressors that send every entry (`Half`), and of the check that all entries are finite."""
+"""Kernels of `Identity` and `Half`, and the checks that all entries are finite."""
 
 # mypy: ignore-errors
-# (numba compiles a dialect of Python that mypy takes for Python)
+# numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
 from numba import njit
@@ -15,6 +15,7 @@ from laconic.compress.kernels.bits import (
     bits_of,
     float_of,
     largest_bits,
+    largest_bits_of_sum,
     shl32,
 )
 
@@ -22,7 +23,7 @@ FP16_LARGEST = np.int32(0x477FE000)  # 65504
 FP16_SMALLEST_NORMAL = np.int32(0x38800000)  # 2⁻¹⁴
 BF16_LARGEST = np.int32(0x7F7F0000)
 HALF = np.float32(0.5)
-FP16_TO_FP32 = np.float32(2.0**112)  # the difference of the exponents' biases
+FP16_TO_FP32 = np.float32(2.0**112)  # 127 − 15, the difference of the exponent biases
 
 
 @njit(nogil=True, cache=True)
@@ -32,22 +33,19 @@ def all_finite(x):
 
 @njit(nogil=True, cache=True)
 def sum_is_finite(x, r):
-    largest = np.int32(0)
-    for i in range(x.size):
-        magnitude = and32(bits_of(x[i] + r[i]), MAGNITUDE)
-        largest = magnitude if magnitude > largest else largest
-    return largest < NOT_FINITE
+    return largest_bits_of_sum(x, r) < NOT_FINITE
 
 
 @njit(nogil=True, cache=True)
 def add_scaled(values, target, factor):
+    """target += factor · values."""
     for i in range(target.size):
         target[i] += factor * values[i]
 
 
 @njit(nogil=True, cache=True)
 def to_fp16(value):
-    """Round half to even, stop at the largest number; the bits, in an int32."""
+    """Returns the bits of `value` in fp16, as int32: rounded to nearest even, clamped to the largest number."""
     pattern = bits_of(value)
     magnitude = and32(pattern, MAGNITUDE)
     magnitude = FP16_LARGEST if magnitude > FP16_LARGEST else magnitude
@@ -60,12 +58,14 @@ def to_fp16(value):
 
 @njit(nogil=True, cache=True)
 def from_fp16(half):
+    """Inverts `to_fp16` up to rounding."""
     magnitude = float_of(shl32(and32(half, np.int32(0x7FFF)), np.int32(13))) * FP16_TO_FP32
     return float_of(np.int32(bits_of(magnitude) | and32(shl32(half, np.int32(16)), SIGN)))
 
 
 @njit(nogil=True, cache=True)
 def to_bf16(value):
+    """Returns the bits of `value` in bf16, rounded and clamped like `to_fp16`."""
     pattern = bits_of(value)
     magnitude = and32(pattern, MAGNITUDE)
     magnitude = BF16_LARGEST if magnitude > BF16_LARGEST else magnitude
@@ -80,8 +80,8 @@ def from_bf16(half):
 
 
 @njit(nogil=True, cache=True)
-def encode_half(x, brain, out):
-    if brain:
+def encode_half(x, is_bf16, out):
+    if is_bf16:
         for i in range(x.size):
             out[i] = np.uint16(to_bf16(x[i]))
     else:
@@ -90,8 +90,9 @@ def encode_half(x, brain, out):
 
 
 @njit(nogil=True, cache=True)
-def encode_half_with_feedback(x, residual, brain, out):
-    if brain:
+def encode_half_with_feedback(x, residual, is_bf16, out):
+    """Encodes p = x + residual into `out` and writes the rounding error to `residual`."""
+    if is_bf16:
         for i in range(x.size):
             p = x[i] + residual[i]
             half = to_bf16(p)
@@ -106,8 +107,9 @@ def encode_half_with_feedback(x, residual, brain, out):
 
 
 @njit(nogil=True, cache=True)
-def add_half(code, brain, target, factor):
-    if brain:
+def add_half(code, is_bf16, target, factor):
+    """target += factor · decoded."""
+    if is_bf16:
         for i in range(target.size):
             target[i] += factor * from_bf16(np.int32(code[i]))
     else:

@@ -1,8 +1,11 @@
-"""Kernels of `Pick`. A block is as many rows as a group has entries, the last ones shorter or empty, and a group is a
-column: so groups stand side by side in memory, and loops over them vectorise."""
+"""Kernels of `Pick`.
+
+A block is laid out as a matrix of `of` rows, the last ones shorter or empty, and a group is a column. Neighbouring
+groups are neighbours in memory, so the loops vectorize.
+"""
 
 # mypy: ignore-errors
-# (numba compiles a dialect of Python that mypy takes for Python)
+# numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
 from numba import njit
@@ -12,51 +15,56 @@ from laconic.compress.kernels.bits import MAGNITUDE, and32, bits_of, fill
 
 @njit(nogil=True, cache=True)
 def picked_nbytes(of, count):
+    """Returns the bytes of the packed symbols of `count` entries."""
     return (-(-count // of) + 1) // 2
 
 
 @njit(nogil=True, cache=True)
-def pick_codes(of, p, middle, packed):
-    """Two a byte: of each group the largest, if it is at least `middle` (bits)."""
+def pack_picks(of, p, threshold, packed):
+    """Picks the largest entry of each group, if its bits reach `threshold`, and packs two symbols into a byte."""
     row = -(-p.size // of)
-    most, codes = np.empty(row, np.int32), np.empty(row, np.int32)
-    fill(most, np.int32(middle - np.int32(1)))
-    fill(codes, np.int32(0))
+    largest, symbols = np.empty(row, np.int32), np.empty(row, np.int32)
+    fill(largest, np.int32(threshold - np.int32(1)))
+    fill(symbols, np.int32(0))
     for number in range(of):
-        take_larger(p[number * row : (number + 1) * row], np.int32(number + 1), np.int32(number + 1 + of), most, codes)
+        take_larger(
+            p[number * row : (number + 1) * row], np.int32(number + 1), np.int32(number + 1 + of), largest, symbols
+        )
     half = packed.size
     for i in range(half):
-        packed[i] = np.uint8(codes[i])
+        packed[i] = np.uint8(symbols[i])
     for i in range(row - half):
-        packed[i] |= np.uint8(codes[half + i] << np.int32(4))
+        packed[i] |= np.uint8(symbols[half + i] << np.int32(4))
 
 
 @njit(nogil=True, cache=True)
-def take_larger(p, positive, negative, most, codes):
+def take_larger(p, positive, negative, largest, symbols):
+    """Takes the entries of one row as the picks of groups in which they are the largest so far."""
     for i in range(p.size):
         pattern = bits_of(p[i])
         magnitude = and32(pattern, MAGNITUDE)
-        code = negative if pattern < np.int32(0) else positive
-        codes[i] = code if magnitude > most[i] else codes[i]
-        most[i] = magnitude if magnitude > most[i] else most[i]
+        symbol = negative if pattern < np.int32(0) else positive
+        symbols[i] = symbol if magnitude > largest[i] else symbols[i]
+        largest[i] = magnitude if magnitude > largest[i] else largest[i]
 
 
 @njit(nogil=True, cache=True)
-def add_picked(of, packed, scale, weight, codes, target):
-    """target += weight · levels; `codes` is room to work in."""
+def add_picked(of, packed, scale, weight, symbols, target):
+    """target += weight · levels; `symbols` is scratch memory."""
     row, half = -(-target.size // of), packed.size
     for i in range(half):
-        codes[i] = packed[i] & np.uint8(15)
+        symbols[i] = packed[i] & np.uint8(15)
     for i in range(half):
-        codes[half + i] = packed[i] >> np.uint8(4)
-    level, nothing = weight * scale, weight * np.float32(0.0)
+        symbols[half + i] = packed[i] >> np.uint8(4)
+    level, zero = weight * scale, weight * np.float32(0.0)
     for number in range(of):
         rows = target[number * row : (number + 1) * row]
-        add_row(codes, np.uint8(number + 1), np.uint8(number + 1 + of), level, nothing, rows)
+        add_row(symbols, np.uint8(number + 1), np.uint8(number + 1 + of), level, zero, rows)
 
 
 @njit(nogil=True, cache=True)
-def add_row(codes, positive, negative, level, nothing, target):
+def add_row(symbols, positive, negative, level, zero, target):
+    """Adds ±level to the entries of one row that were picked, and `zero` (0.0 or −0.0) to the others."""
     for i in range(target.size):
-        plus = level if codes[i] == positive else nothing
-        target[i] += -level if codes[i] == negative else plus
+        plus = level if symbols[i] == positive else zero
+        target[i] += -level if symbols[i] == negative else plus

@@ -1,7 +1,7 @@
-"""Loops over one block for each quantizer with one scale a block: codes of x + r, and what they leave behind in r."""
+"""The quantizing loops over one block: the symbols of p = x + r, and the error p − level into r."""
 
 # mypy: ignore-errors
-# (numba compiles a dialect of Python that mypy takes for Python)
+# numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
 from numba import njit
@@ -13,70 +13,64 @@ from laconic.compress.kernels.bits import (
     and32,
     bits_of,
     float_of,
-    scramble,
+    hash32,
 )
 from laconic.compress.kernels.levels import LOG_KIND, SIGN_KIND, TERNARY_KIND, UNIFORM_KIND, uniform_level
-from laconic.compress.kernels.pick import add_picked, pick_codes
+from laconic.compress.kernels.pick import add_picked, pack_picks
 
-EXPONENT = np.int32(-0x800000)  # sign and exponent
-MAGIC = np.float32(12582912.0)  # 1.5·2²³: adding it rounds to an integer, half to even, and leaves it in the low bits
+SIGN_AND_EXPONENT = np.int32(-0x800000)
+MAGIC = np.float32(12582912.0)  # 1.5·2²³: adding it rounds to an integer, ties to even, held in the low bits
 TINY = np.float32(2.0**-60)
 ENLARGE = np.float32(2.0**64)
-CHANCE = np.float32(2.0**-32)  # takes an int32 to ±½
-LEAST = np.float32(2.0**-149)
+NOISE_UNIT = np.float32(2.0**-32)  # maps int32 to [−½, ½)
+SMALLEST = np.float32(2.0**-149)
 
 
 @njit(nogil=True, cache=True)
-def sign_block(x, r, scale, codes):
+def sign_block(x, r, scale, symbols):
     level = bits_of(scale)
     for i in range(x.size):
         p = x[i] + r[i]
         sign = np.int32(bits_of(p) & SIGN)
         r[i] = p - float_of(np.int32(sign | level))
-        codes[i] = np.uint8(np.uint32(sign) >> np.uint32(31))
+        symbols[i] = np.uint8(np.uint32(sign) >> np.uint32(31))
 
 
 @njit(nogil=True, cache=True)
-def ternary_block(x, r, scale, codes):
-    middle = middle_of(scale)
+def ternary_block(x, r, scale, symbols):
+    threshold = ternary_threshold(scale)
     for i in range(x.size):
         p = x[i] + r[i]
-        code = ternary_code(p, middle)
-        r[i] = p - uniform_level(code, np.int32(1), np.float32(1.0), scale)
-        codes[i] = saturated(code)
+        symbol = ternary_symbol(p, threshold)
+        r[i] = p - uniform_level(symbol, np.int32(1), np.float32(1.0), scale)
+        symbols[i] = saturate(symbol)
 
 
 @njit(nogil=True, cache=True)
-def ternary_codes(p, scale, codes):
-    """`ternary_block` without what is left."""
-    middle = middle_of(scale)
-    for i in range(p.size):
-        codes[i] = saturated(ternary_code(p[i], middle))
+def ternary_threshold(scale):
+    """Returns the bits of scale/2, from which on entries round to ±scale; at least the smallest number, never 0."""
+    threshold = np.float32(0.5) * scale
+    return bits_of(threshold if threshold > SMALLEST else SMALLEST)
 
 
 @njit(nogil=True, cache=True)
-def middle_of(scale):
-    """The bits of what is as far from 0 as from the level above; all but 0 if that is too small a number."""
-    middle = np.float32(0.5) * scale
-    return bits_of(middle if middle > LEAST else LEAST)
-
-
-@njit(nogil=True, cache=True)
-def ternary_code(p, middle):
+def ternary_symbol(p, threshold):
     pattern = bits_of(p)
-    level = np.int32(1) if and32(pattern, MAGNITUDE) >= middle else np.int32(0)
+    level = np.int32(1) if and32(pattern, MAGNITUDE) >= threshold else np.int32(0)
     return add32(np.int32(1), -level if pattern < np.int32(0) else level)
 
 
 @njit(nogil=True, cache=True)
-def log_block(x, r, scale, bits, uppers, codes):
+def log_block(x, r, scale, bits, high_halves, symbols):
+    """Works on the bits of the numbers; `high_halves` (block) uint16 is scratch memory."""
     levels = np.int32((1 << (bits - 1)) - 1)
     largest = bits_of(scale)
     if largest < np.int32((levels + 1) << 23):
-        log_block_near_zero(x, r, scale, bits, codes)
+        log_block_near_zero(x, r, scale, bits, symbols)
         return
-    # The smallest fp32 number that is at least ¾ of the scale, where the top level begins. Each level below begins at
-    # half of the one above it: in bits, one exponent (1 << 23) less. The lowest one reaches down to half of itself.
+    # `top`: the smallest fp32 number that is at least ¾ of the scale, the lower bound of the top level. The bound of
+    # each level below is half of the one above it: in bits, one exponent (1 << 23) less. Magnitudes below `lowest`
+    # round to the lowest level if they reach half of it (`below`), else to 0.
     exact = 0.75 * np.float64(scale)
     rounded = np.float32(exact)
     top = bits_of(rounded)
@@ -84,7 +78,7 @@ def log_block(x, r, scale, bits, uppers, codes):
         top = np.int32(top + 1)
     lowest = np.int32(top - ((levels - 1) << 23))
     below = np.int32(largest - (levels << 23))
-    # Without the mantissa of `top`, what begins a level is an exponent, and the rest of the bits can be cut off.
+    # After subtracting the mantissa of `top`, the bounds are powers of two, so the exponent alone gives the level.
     mantissa = np.int32(top & np.int32(0x7FFFFF))
     shift = np.int32(largest - np.int32(top - mantissa))
     for i in range(x.size):
@@ -92,24 +86,25 @@ def log_block(x, r, scale, bits, uppers, codes):
         pattern = bits_of(p)
         magnitude = and32(pattern, MAGNITUDE)
         raised = lowest if magnitude < lowest else magnitude
-        level = add32(and32(np.int32(raised - mantissa), EXPONENT), shift)
+        level = add32(and32(np.int32(raised - mantissa), SIGN_AND_EXPONENT), shift)
         level = level if magnitude >= below else np.int32(0)
         signed = np.int32(level | and32(pattern, SIGN))
         r[i] = p - float_of(signed)
-        uppers[i] = np.uint16(np.uint32(signed) >> np.uint32(16))
-    # The code of a level is its exponent above that of `below`. Upper halves hold all of that, twice as many a vector.
+        high_halves[i] = np.uint16(np.uint32(signed) >> np.uint32(16))
+    # The symbol of a level is its exponent minus that of `below`. Sign and exponent are in the high 16 bits, and a
+    # SIMD vector holds twice as many of these.
     zero = np.uint16(below >> 23)
     negative = np.uint16(1 << (bits - 1))
     for i in range(x.size):
-        exponent = np.uint16(np.uint16(uppers[i] & np.uint16(0x7FFF)) >> np.uint16(7))
+        exponent = np.uint16(np.uint16(high_halves[i] & np.uint16(0x7FFF)) >> np.uint16(7))
         index = np.uint16((exponent if exponent > zero else zero) - zero)
-        sign = negative if uppers[i] >= np.uint16(0x8000) else np.uint16(0)
-        codes[i] = np.uint8(np.uint16(index | sign))
+        sign = negative if high_halves[i] >= np.uint16(0x8000) else np.uint16(0)
+        symbols[i] = np.uint8(np.uint16(index | sign))
 
 
 @njit(nogil=True, cache=True)
-def log_block_near_zero(x, r, scale, bits, codes):
-    """`log_block` where some level is not a normal number: exact thresholds in fp64, one by one."""
+def log_block_near_zero(x, r, scale, bits, symbols):
+    """Does what `log_block` does for scales so small that a level is subnormal: exact thresholds in fp64."""
     levels = (1 << (bits - 1)) - 1
     negative = 1 << (bits - 1)
     for i in range(x.size):
@@ -126,13 +121,13 @@ def log_block_near_zero(x, r, scale, bits, codes):
             level = np.float32(np.float64(scale) * 2.0 ** (index - levels))
         is_negative = bits_of(p) < np.int32(0)
         r[i] = p - (-level if is_negative else level)
-        codes[i] = np.uint8(index | negative) if is_negative else np.uint8(index)
+        symbols[i] = np.uint8(index | negative) if is_negative else np.uint8(index)
 
 
 @njit(nogil=True, cache=True)
-def uniform_block(x, r, scale, bits, codes):
+def uniform_block(x, r, scale, bits, symbols):
     if scale < TINY:
-        uniform_block_near_zero(x, r, scale, bits, False, np.uint64(0), codes)
+        uniform_block_near_zero(x, r, scale, bits, False, np.uint64(0), symbols)
         return
     levels = np.float32((1 << (bits - 1)) - 1)
     steps = levels / scale
@@ -142,24 +137,14 @@ def uniform_block(x, r, scale, bits, codes):
         p = x[i] + r[i]
         shifted = p * steps + MAGIC
         r[i] = p - ((shifted - MAGIC) * unit) * scale
-        codes[i] = saturated(add32(bits_of(shifted), offset))
+        symbols[i] = saturate(add32(bits_of(shifted), offset))
 
 
 @njit(nogil=True, cache=True)
-def uniform_codes(p, scale, bits, codes):
-    """`uniform_block` without what is left; the scale is not near zero."""
-    levels = np.float32((1 << (bits - 1)) - 1)
-    steps = levels / scale
-    offset = np.int32(np.int32(levels) - bits_of(MAGIC))
-    for i in range(p.size):
-        codes[i] = saturated(add32(bits_of(p[i] * steps + MAGIC), offset))
-
-
-@njit(nogil=True, cache=True)
-def uniform_stochastic_block(x, r, scale, bits, key, codes):
-    """Add a chance of ±½ step before rounding, so that the mean is right."""
+def uniform_stochastic_block(x, r, scale, bits, key, symbols):
+    """Adds noise of ±½ level before rounding, so that the expected value is exact."""
     if scale < TINY:
-        uniform_block_near_zero(x, r, scale, bits, True, key, codes)
+        uniform_block_near_zero(x, r, scale, bits, True, key, symbols)
         return
     levels = np.float32((1 << (bits - 1)) - 1)
     steps = levels / scale
@@ -168,17 +153,20 @@ def uniform_stochastic_block(x, r, scale, bits, key, codes):
     first, second = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     for i in range(x.size):
         p = x[i] + r[i]
-        moved = p * steps + np.float32(scramble(np.uint32(i), first, second)) * CHANCE
-        moved = levels if moved > levels else moved
-        moved = -levels if moved < -levels else moved
-        shifted = moved + MAGIC
+        noisy = p * steps + np.float32(hash32(np.uint32(i), first, second)) * NOISE_UNIT
+        noisy = levels if noisy > levels else noisy
+        noisy = -levels if noisy < -levels else noisy
+        shifted = noisy + MAGIC
         r[i] = p - ((shifted - MAGIC) * unit) * scale
-        codes[i] = saturated(add32(bits_of(shifted), offset))
+        symbols[i] = saturate(add32(bits_of(shifted), offset))
 
 
 @njit(nogil=True, cache=True)
-def uniform_block_near_zero(x, r, scale, bits, stochastic, key, codes):
-    """Both of the above where levels / scale could overflow: all is enlarged by a power of two, which is exact."""
+def uniform_block_near_zero(x, r, scale, bits, stochastic, key, symbols):
+    """Does what the two functions above do, for scales so small that levels / scale could overflow.
+
+    Everything is multiplied by a power of two, which is exact.
+    """
     levels = np.float32((1 << (bits - 1)) - 1)
     steps = np.float32(0.0)
     if scale > np.float32(0.0):
@@ -187,24 +175,25 @@ def uniform_block_near_zero(x, r, scale, bits, stochastic, key, codes):
     first, second = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     for i in range(x.size):
         p = x[i] + r[i]
-        moved = (p * ENLARGE) * steps
+        level = (p * ENLARGE) * steps
         if stochastic:
-            moved += np.float32(scramble(np.uint32(i), first, second)) * CHANCE
-            moved = min(max(moved, -levels), levels)
-        rounded = (moved + MAGIC) - MAGIC
+            level += np.float32(hash32(np.uint32(i), first, second)) * NOISE_UNIT
+            level = min(max(level, -levels), levels)
+        rounded = (level + MAGIC) - MAGIC
         r[i] = p - (rounded * unit) * scale
-        codes[i] = np.uint8(np.int32(rounded) + np.int32(levels))
+        symbols[i] = np.uint8(np.int32(rounded) + np.int32(levels))
 
 
 @njit(nogil=True, cache=True)
-def saturated(code):
-    """A code as a byte. It is in range anyway; the bounds let the compiler use the processor's saturating packs."""
-    code = np.int32(0) if code < np.int32(0) else code
-    return np.uint8(np.int32(255) if code > np.int32(255) else code)
+def saturate(symbol):
+    """Returns an int32 as a byte. It is in range anyway; the bounds let LLVM use saturating SIMD packs."""
+    symbol = np.int32(0) if symbol < np.int32(0) else symbol
+    return np.uint8(np.int32(255) if symbol > np.int32(255) else symbol)
 
 
 @njit(nogil=True, cache=True)
 def splitmix64(value):
+    """Hashes as `splitmix64` in `laconic/compress/random.py` does."""
     value += np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -212,22 +201,24 @@ def splitmix64(value):
 
 
 @njit(nogil=True, cache=True)
-def pick_block(of, x, r, scale, codes, packed):
+def pick_block(of, x, r, scale, symbols, packed):
+    """Writes packed symbols; `symbols` is scratch memory."""
     for i in range(x.size):
         r[i] = x[i] + r[i]
-    pick_codes(of, r, middle_of(scale), packed)
-    add_picked(of, packed, scale, np.float32(-1.0), codes, r)
+    pack_picks(of, r, ternary_threshold(scale), packed)
+    add_picked(of, packed, scale, np.float32(-1.0), symbols, r)
 
 
 @njit(nogil=True, cache=True)
-def quantize_block(kind, bits, x, r, scale, key, uppers, codes):
+def quantize_block(kind, bits, x, r, scale, key, high_halves, symbols):
+    """Runs the loop of `kind`. Not for `Pick`."""
     if kind == SIGN_KIND:
-        sign_block(x, r, scale, codes)
+        sign_block(x, r, scale, symbols)
     elif kind == LOG_KIND:
-        log_block(x, r, scale, bits, uppers, codes)
+        log_block(x, r, scale, bits, high_halves, symbols)
     elif kind == TERNARY_KIND:
-        ternary_block(x, r, scale, codes)
+        ternary_block(x, r, scale, symbols)
     elif kind == UNIFORM_KIND:
-        uniform_block(x, r, scale, bits, codes)
+        uniform_block(x, r, scale, bits, symbols)
     else:
-        uniform_stochastic_block(x, r, scale, bits, key, codes)
+        uniform_stochastic_block(x, r, scale, bits, key, symbols)

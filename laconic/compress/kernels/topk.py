@@ -1,7 +1,10 @@
-"""Kernels of `TopK`: the k-th largest magnitude without sorting, and indices as an Elias–Fano list."""
+"""Kernels of `TopK`: selecting the k largest magnitudes without sorting, and Elias–Fano coding of indices.
+
+Magnitudes are compared as int32 bits, which order like the floats. `feedback`: whether `residual` is added to x.
+"""
 
 # mypy: ignore-errors
-# (numba compiles a dialect of Python that mypy takes for Python)
+# numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
 from numba import njit
@@ -17,8 +20,9 @@ from laconic.compress.kernels.bits import (
 )
 
 CHUNK = 2048
-SAMPLE_RUN = 16  # one cache line …
-SAMPLE_STRIDE = 1024  # … out of every 64
+# The sample that guesses the threshold: one cache line (16 entries) out of every 64.
+SAMPLE_RUN = 16
+SAMPLE_STRIDE = 1024
 RADIX_BITS = 11
 
 
@@ -30,7 +34,7 @@ def magnitude_at(x, residual, feedback, i):
 
 @njit(nogil=True, cache=True)
 def load_magnitudes(x, residual, feedback, start, magnitudes):
-    """Magnitudes of one chunk as integers, which order like the floats; returns the largest."""
+    """Writes the magnitudes of one chunk to `magnitudes` and returns the largest."""
     count = min(magnitudes.size, x.size - start)
     xs = x[start : start + count]
     largest = np.int32(0)
@@ -49,8 +53,8 @@ def load_magnitudes(x, residual, feedback, start, magnitudes):
 
 
 @njit(nogil=True, cache=True)
-def narrow(histogram, rank):
-    """The bin that holds the rank-th largest entry, and its rank within that bin."""
+def find_bin(histogram, rank):
+    """Returns the bin that holds the rank-th largest entry, and the rank of the entry within that bin."""
     bin_index = histogram.size - 1
     while histogram[bin_index] < rank:
         rank -= histogram[bin_index]
@@ -60,7 +64,10 @@ def narrow(histogram, rank):
 
 @njit(nogil=True, cache=True)
 def rank_th_largest(values, rank):
-    """Radix selection: 31 bits in three rounds, from the top."""
+    """Returns the rank-th largest value, and its rank among values equal to it.
+
+    Radix selection over 31 bits in three rounds, highest bits first.
+    """
     histogram = np.empty(1 << RADIX_BITS, np.int64)
     prefix = 0
     for shift in (20, 9, 0):
@@ -71,14 +78,14 @@ def rank_th_largest(values, rank):
             value = np.int64(values[i])
             if value >> high == prefix >> high:
                 histogram[(value >> shift) & ((1 << (high - shift)) - 1)] += 1
-        bin_index, rank = narrow(histogram, rank)
+        bin_index, rank = find_bin(histogram, rank)
         prefix |= bin_index << shift
     return np.int32(prefix), rank
 
 
 @njit(nogil=True, cache=True)
 def rank_th_largest_of_all(x, residual, feedback, rank):
-    """The same over the whole input, for when the sample misled: three more reads of it."""
+    """Does the same for all magnitudes of x (+ residual), in three more passes, if the sampled threshold was wrong."""
     histogram = np.empty(1 << RADIX_BITS, np.int64)
     prefix = 0
     for shift in (20, 9, 0):
@@ -89,14 +96,14 @@ def rank_th_largest_of_all(x, residual, feedback, rank):
             value = np.int64(magnitude_at(x, residual, feedback, i))
             if value >> high == prefix >> high:
                 histogram[(value >> shift) & ((1 << (high - shift)) - 1)] += 1
-        bin_index, rank = narrow(histogram, rank)
+        bin_index, rank = find_bin(histogram, rank)
         prefix |= bin_index << shift
     return np.int32(prefix), rank
 
 
 @njit(nogil=True, cache=True)
 def guess_threshold(x, residual, feedback, k):
-    """A magnitude that, going by a sample, somewhat more than k entries reach."""
+    """Returns a magnitude that somewhat more than k entries should reach, estimated from a sample."""
     if x.size < 16 * SAMPLE_STRIDE:
         return np.int32(0)
     sample = np.empty(x.size // SAMPLE_STRIDE * SAMPLE_RUN, np.int32)
@@ -112,10 +119,10 @@ def guess_threshold(x, residual, feedback, k):
 
 @njit(nogil=True, cache=True)
 def collect(x, residual, feedback, threshold, candidates, magnitudes):
-    """Indices and magnitudes of entries that reach `threshold`, in order, in buffers with eight places to spare.
+    """Collects the indices and magnitudes of entries that reach `threshold`, in order.
 
-    Returns how many there are, or -1 if they do not fit, and the largest magnitude. Nothing branches on the data but
-    the overflow: a branch that is taken one time in eight would cost more than all the rest.
+    The buffers have eight places to spare. Returns the number of entries, or −1 if they do not fit, and the largest
+    magnitude. Only the overflow check branches on the data: a mispredicted branch per hit would dominate the time.
     """
     chunk = np.empty(CHUNK, np.int32)
     flags = np.empty(CHUNK, np.uint8)
@@ -148,7 +155,10 @@ def collect(x, residual, feedback, threshold, candidates, magnitudes):
 
 @njit(nogil=True, cache=True)
 def select(x, residual, feedback, indices):
-    """Fill `indices` with those of the k largest magnitudes, in order; of equals the first win. False if not finite."""
+    """Fills `indices` with the sorted indices of the k largest magnitudes; among equals the first are taken.
+
+    Returns False if an entry is not finite.
+    """
     k = indices.size
     capacity = min(x.size, 4 * k + 16 * SAMPLE_STRIDE)
     candidates = np.empty(capacity + 8, np.int64)
@@ -180,36 +190,37 @@ def select(x, residual, feedback, indices):
 
 @njit(nogil=True, cache=True)
 def add_into(residual, x):
+    """residual += x."""
     for i in range(x.size):
         residual[i] = x[i] + residual[i]
 
 
 @njit(nogil=True, cache=True)
-def pack_indices(indices, low_bits, lows, highs):
-    """Elias–Fano: the low bits of each index as they are; for the rest, bit (index >> low_bits) + position is set."""
+def pack_indices(indices, low_bits, lows, bitmap):
+    """Elias–Fano codes sorted indices: their low bits, and bit (index >> low_bits) + position set in a bitmap."""
     mask = (1 << low_bits) - 1
     remainders = np.empty(indices.size, np.int64)
-    for i in range(highs.size):
-        highs[i] = np.uint8(0)
+    for i in range(bitmap.size):
+        bitmap[i] = np.uint8(0)
     for j in range(indices.size):
         remainders[j] = indices[j] & mask
-        place = (indices[j] >> low_bits) + j
-        highs[place >> 3] |= np.uint8(1 << (place & 7))
+        position = (indices[j] >> low_bits) + j
+        bitmap[position >> 3] |= np.uint8(1 << (position & 7))
     if low_bits > 0:
         pack_sequence(remainders, low_bits, lows)
 
 
 @njit(nogil=True, cache=True)
-def unpack_indices(lows, highs, low_bits, numel, indices):
-    """The inverse of `pack_indices`; false when these bytes are no such list."""
+def unpack_indices(lows, bitmap, low_bits, numel, indices):
+    """Inverts `pack_indices`. Returns False if the bytes are not a valid list of ascending indices below `numel`."""
     if low_bits > 0:
         unpack_sequence(lows, low_bits, indices)
     else:
         for j in range(indices.size):
             indices[j] = 0
     found = 0
-    for i in range(highs.size):
-        byte = highs[i]
+    for i in range(bitmap.size):
+        byte = bitmap[i]
         for bit in range(8):
             if (byte >> bit) & 1:
                 if found == indices.size:

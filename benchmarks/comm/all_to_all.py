@@ -1,8 +1,9 @@
-"""How long gloo takes for an all-to-all and its answer, by the number of chunks they are cut in (as root).
+"""Time of an all-to-all and its answer over gloo, by the number of chunks they are split into (as root).
 
-python benchmarks/all_to_all.py --link 100mbit
+    python benchmarks/comm/all_to_all.py --link 100mbit
 
-Two workers can fill a link with one message. With more, flows share links: one that gets ahead leaves links idle later.
+Two workers can saturate a link with one message. With more workers flows share links: a flow that finishes early
+leaves its links idle later.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from laconic.emulate.links import parse_link
 WARM_UP = 3
 
 
-def work(nbytes: int, turns: int) -> dict[tuple[int, int], tuple[float, float]]:
-    """By chunks and channels: median milliseconds of a turn, and CPU milliseconds."""
+def work(nbytes: int, rounds: int) -> dict[tuple[int, int], tuple[float, float]]:
+    """Rerounds, by (chunks, channels), the median time of a round and its CPU time, both in ms."""
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     channels = [dist.new_group(backend="gloo") for _ in range(2)]
@@ -30,9 +31,9 @@ def work(nbytes: int, turns: int) -> dict[tuple[int, int], tuple[float, float]]:
         buffers = torch.zeros(4, chunks, nbytes // chunks // size * size, dtype=torch.uint8)
         for used in (1, 2):
             times = []
-            for turn in range(WARM_UP + turns):
+            for round_number in range(WARM_UP + rounds):
                 dist.barrier()
-                if turn == WARM_UP:
+                if round_number == WARM_UP:
                     cpu = time.process_time()
                 start = time.perf_counter()
                 up = [
@@ -46,7 +47,7 @@ def work(nbytes: int, turns: int) -> dict[tuple[int, int], tuple[float, float]]:
                 for message in down:
                     message.wait()
                 times.append(1e3 * (time.perf_counter() - start))
-            results[chunks, used] = (statistics.median(times[WARM_UP:]), 1e3 * (time.process_time() - cpu) / turns)
+            results[chunks, used] = (statistics.median(times[WARM_UP:]), 1e3 * (time.process_time() - cpu) / rounds)
     return results
 
 
@@ -54,14 +55,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--link", default="100mbit")
-    parser.add_argument("--nbytes", type=int, default=702528, help="one way, of all ranks' shares together")
-    parser.add_argument("--turns", type=int, default=12)
-    given = parser.parse_args()
-    ranks = laconic.spawn(work, given.workers, given.nbytes, given.turns, link=given.link)
-    share = (given.workers - 1) / given.workers
-    least = 2 * share * given.nbytes * 8e3 / parse_link(given.link).bits_per_second
-    print(f"{given.workers} workers, {given.link}, {given.nbytes} bytes there and back: at least {least:.1f} ms\n")
-    print("| chunks | one channel, ms | CPU ms a worker | answers on a second channel, ms | CPU ms |")
+    parser.add_argument("--nbytes", type=int, default=702528, help="bytes one way, of all ranks' chunks together")
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    ranks = laconic.spawn(work, arguments.workers, arguments.nbytes, arguments.rounds, link=arguments.link)
+    fraction = (arguments.workers - 1) / arguments.workers
+    least_ms = 2 * fraction * arguments.nbytes * 8e3 / parse_link(arguments.link).bits_per_second
+    print(f"{arguments.workers} workers, {arguments.link}, {arguments.nbytes} bytes each way: ", end="")
+    print(f"at least {least_ms:.1f} ms\n")
+    print("| chunks | one channel, ms | CPU ms per worker | answers on a second channel, ms | CPU ms per worker |")
     print("|---|---|---|---|---|")
     for chunks in sorted({chunks for chunks, _ in ranks[0]}):
         cells = [

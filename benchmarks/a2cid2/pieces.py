@@ -1,6 +1,6 @@
-"""What the age of a gap costs: gossip on a ring of 4 in one process, where an exchange takes as long as 14 steps.
+"""Accuracy of gossip by the age of the differences applied: a ring of 4 in one process, 14 steps per exchange.
 
-python benchmarks/a2cid2_pieces.py [--steps 300] [--seeds 1]
+python benchmarks/a2cid2/pieces.py [--steps 300] [--seeds 1]
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ WORKERS = 4
 
 @dataclass
 class Link:
-    exchange_steps: int  # that an exchange takes; 0: there is none
-    pieces: int = 1  # one is taken each exchange_steps / pieces steps
-    age: int = 1  # of a piece when its gap is applied, in steps
+    exchange_steps: int  # the duration of an exchange, in steps; 0: no exchanges
+    pieces: int = 1  # a piece is read every exchange_steps / pieces steps
+    age: int = 1  # steps between reading a piece and applying its difference
 
 
 @dataclass
-class Underway:
+class Exchange:
     pair: tuple[int, int]
     start: int
 
 
 @dataclass
-class Gap:
+class Difference:
     pair: tuple[int, int]
     due: int
     piece: slice
@@ -42,6 +42,7 @@ class Gap:
 
 
 def flatten(model: nn.Module) -> Tensor:
+    """Makes the parameters views of one vector and returns it."""
     x = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     offset = 0
     for parameter in model.parameters():
@@ -51,20 +52,20 @@ def flatten(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def take(underway: list[Underway], x: list[Tensor], link: Link, step: int) -> list[Gap]:
-    """The gaps of the pieces whose turn it is."""
-    d, gaps = x[0].numel(), []
-    for exchange in underway:
+def read_pieces(exchanges: list[Exchange], x: list[Tensor], link: Link, step: int) -> list[Difference]:
+    """Returns the differences of the pieces that are read at this step."""
+    d, differences = x[0].numel(), []
+    for exchange in exchanges:
         part, rest = divmod((step - exchange.start) * link.pieces, link.exchange_steps)
         if rest < link.pieces and part < link.pieces:
             i, j = exchange.pair
             piece = slice(d * part // link.pieces, d * (part + 1) // link.pieces)
-            gaps.append(Gap(exchange.pair, step + link.age, piece, x[i][piece] - x[j][piece]))
-    return gaps
+            differences.append(Difference(exchange.pair, step + link.age, piece, x[i][piece] - x[j][piece]))
+    return differences
 
 
 def train(task: Fashion, steps: int, seed: int, link: Link, momentum: bool) -> tuple[float, float]:
-    """The accuracy of the mean model, and √ mean ‖x − x̄‖² after a third of the steps."""
+    """Returns the accuracy of the mean model, and √ mean ‖x − x̄‖² after a third of the steps."""
     torch.manual_seed(seed)
     first = task.build_model()
     models = [copy.deepcopy(first) for _ in range(WORKERS)]
@@ -73,11 +74,11 @@ def train(task: Fashion, steps: int, seed: int, link: Link, momentum: bool) -> t
     optimizers = [task.build_optimizer(model) for model in models]
     schedules = [task.build_schedule(optimizer, steps) for optimizer in optimizers]
     shards = [task.load(rank, WORKERS, seed) for rank in range(WORKERS)]
-    graph, chance = topology.ring(WORKERS), random.Random(seed)
+    graph, rng = topology.ring(WORKERS), random.Random(seed)
     constants = graph.constants(1 / link.exchange_steps) if link.exchange_steps else None
     eta, alpha_tilde = (constants.eta, constants.alpha_tilde) if momentum and constants else (0.0, 0.5)
-    underway: list[Underway] = []
-    gaps: list[Gap] = []
+    exchanges: list[Exchange] = []
+    differences: list[Difference] = []
     distance = 0.0
     for step in range(steps):
         for model, optimizer, schedule, shard in zip(models, optimizers, schedules, shards, strict=True):
@@ -91,19 +92,19 @@ def train(task: Fashion, steps: int, seed: int, link: Link, momentum: bool) -> t
             for i in range(WORKERS if eta else 0):
                 x[i].add_(delta[i], alpha=c)
                 delta[i].mul_(shrinking)
-            for gap in [gap for gap in gaps if gap.due <= step]:
-                for i, sign in zip(gap.pair, (1, -1), strict=True):
-                    x[i][gap.piece].sub_(gap.values, alpha=sign * 0.5)
-                    delta[i][gap.piece].sub_(gap.values, alpha=sign * (alpha_tilde - 0.5))
-        gaps = [gap for gap in gaps if gap.due > step]
+            for difference in [difference for difference in differences if difference.due <= step]:
+                for i, sign in zip(difference.pair, (1, -1), strict=True):
+                    x[i][difference.piece].sub_(difference.values, alpha=sign * 0.5)
+                    delta[i][difference.piece].sub_(difference.values, alpha=sign * (alpha_tilde - 0.5))
+        differences = [difference for difference in differences if difference.due > step]
         if link.exchange_steps:
-            underway = [exchange for exchange in underway if step < exchange.start + link.exchange_steps]
-            busy = {i for exchange in underway for i in exchange.pair}
-            for pair in chance.sample(graph.edges, len(graph.edges)):
+            exchanges = [exchange for exchange in exchanges if step < exchange.start + link.exchange_steps]
+            busy = {i for exchange in exchanges for i in exchange.pair}
+            for pair in rng.sample(graph.edges, len(graph.edges)):
                 if busy.isdisjoint(pair):
                     busy.update(pair)
-                    underway.append(Underway(pair, step))
-            gaps += take(underway, x, link, step)
+                    exchanges.append(Exchange(pair, step))
+            differences += read_pieces(exchanges, x, link, step)
         if step == steps // 3:
             all_x = torch.stack(x)
             distance = (all_x - all_x.mean(dim=0)).square().sum(dim=1).mean().sqrt().item()
@@ -113,9 +114,9 @@ def train(task: Fashion, steps: int, seed: int, link: Link, momentum: bool) -> t
 
 VARIANTS = {
     "never": Link(0),
-    "each 14 steps, applied at once": Link(14),
-    "each 14 steps, whole, applied 14 steps later": Link(14, age=14),
-    "each 14 steps, 14 pieces, applied 2 steps later": Link(14, pieces=14, age=2),
+    "every 14 steps, applied at once": Link(14),
+    "every 14 steps, whole, applied 14 steps later": Link(14, age=14),
+    "every 14 steps, 14 pieces, applied 2 steps later": Link(14, pieces=14, age=2),
 }
 
 

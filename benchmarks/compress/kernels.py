@@ -1,8 +1,10 @@
-"""Speed of the compressors against a plain copy, one thread: `python benchmarks/kernels.py > table.md`.
+"""Speed of the compressors relative to a plain copy, in one thread.
 
-Every round runs each operation once untimed and once timed, the copy several times among them, so that all ratios come
-from one interleaved run. Times are processor time of the one thread, so that waiting for a busy processor does not
-count; a cell is the median over rounds.
+    python benchmarks/compress/kernels.py > table.md
+
+Every round runs each operation once untimed and once timed, with copies in between, so that all ratios come from one
+interleaved run. Times are CPU time of the thread, which excludes waiting for a busy core; a cell is the median over
+rounds.
 """
 
 import argparse
@@ -31,7 +33,7 @@ SPECS = [
     "topk:0.01",
     "randomblock:1024",
 ]
-ENCODE_BARS = {
+ENCODE_TARGETS = {
     "sign": 3,
     "log:3": 3,
     "log:4": 3,
@@ -40,19 +42,19 @@ ENCODE_BARS = {
     "topk:0.01": 8,
     "randomblock:1024": 0.1,
 }
-ENCODE_BARS |= {"uniform:4:stochastic": 6, "uniform:8:stochastic": 6}
-DECODE_BAR = 2
+ENCODE_TARGETS |= {"uniform:4:stochastic": 6, "uniform:8:stochastic": 6}
+DECODE_TARGET = 2
 COPY_EVERY = 4
 
 
 def operations(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Both operations of each compressor; all share one residual and one accumulator, as the copy has one target."""
+    """Returns encode and decode of each compressor; all share one residual and one accumulator."""
     residual, accumulator = torch.zeros_like(x), torch.zeros_like(x)
     table: dict[str, Callable[[], object]] = {}
     for text in SPECS:
         compressor = parse(text)
         code = torch.empty(compressor.nbytes(x.numel()), dtype=torch.uint8)
-        # RandomBlock is made for residuals to which x has been added already; adding it costs a copy's time by itself.
+        # RandomBlock is meant for residuals to which x has already been added; adding it costs about a copy.
         source = None if isinstance(compressor, RandomBlock) else x
 
         def encode(
@@ -68,11 +70,11 @@ def operations(x: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def measure(numel: int, rounds: int) -> dict[str, float]:
-    """Seconds of each operation, and of "copy"."""
+    """Returns the seconds of each operation, and of "copy"."""
     x, target = torch.randn(numel), torch.empty(numel)
     table = operations(x)
     for operation in table.values():
-        operation()  # compiles
+        operation()  # compiles the kernels
     seconds: dict[str, list[float]] = {name: [] for name in ("copy", *table)}
 
     def run(name: str, operation: Callable[[], object]) -> None:
@@ -82,8 +84,8 @@ def measure(numel: int, rounds: int) -> dict[str, float]:
         seconds[name].append(time.thread_time() - start)
 
     for _ in range(rounds):
-        for place, (name, operation) in enumerate(table.items()):
-            if place % COPY_EVERY == 0:
+        for position, (name, operation) in enumerate(table.items()):
+            if position % COPY_EVERY == 0:
                 run("copy", lambda: target.copy_(x))
             run(name, operation)
     return {name: statistics.median(samples) for name, samples in seconds.items()}
@@ -93,23 +95,25 @@ def show(numel: int, seconds: dict[str, float]) -> None:
     copy = seconds["copy"]
     nbytes = 4 * numel
     print(f"\n{numel:,} floats; a copy takes {copy * 1e3:.3f} ms ({nbytes / copy / 1e9:.1f} GB/s)\n")
-    print("| compressor | bits | encode ms | × copy | bar | GB/s | decode-add ms | × copy | bar | pays below |")
+    print("| compressor | bits | encode ms | × copy | target | GB/s | decode-add ms | × copy | target | pays below |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for text in SPECS:
         compressor = parse(text)
         encode, decode = seconds[f"{text} encode"], seconds[f"{text} decode"]
         saved_bits = 8 * (nbytes - compressor.nbytes(numel))
-        line_rate = f"{saved_bits / (encode + decode) / 1e9:.1f} Gbit/s" if saved_bits else "–"
-        bar = ENCODE_BARS.get(text)
+        break_even = f"{saved_bits / (encode + decode) / 1e9:.1f} Gbit/s" if saved_bits else "–"
+        target = ENCODE_TARGETS.get(text)
         print(
             f"| `{text}` | {8 * compressor.nbytes(numel) / numel:.3g} "
-            f"| {encode * 1e3:.3f} | {verdict(encode / copy, bar)} | {bar or '–'} | {nbytes / encode / 1e9:.1f} "
-            f"| {decode * 1e3:.3f} | {verdict(decode / copy, DECODE_BAR)} | {DECODE_BAR} | {line_rate} |"
+            f"| {encode * 1e3:.3f} | {ratio_cell(encode / copy, target)} | {target or '–'} "
+            f"| {nbytes / encode / 1e9:.1f} "
+            f"| {decode * 1e3:.3f} | {ratio_cell(decode / copy, DECODE_TARGET)} | {DECODE_TARGET} | {break_even} |"
         )
 
 
-def verdict(ratio: float, bar: float | None) -> str:
-    return f"**{ratio:.2f}**" if bar is not None and ratio > bar else f"{ratio:.2f}"
+def ratio_cell(ratio: float, target: float | None) -> str:
+    """Formats a ratio, in bold if it misses its target."""
+    return f"**{ratio:.2f}**" if target is not None and ratio > target else f"{ratio:.2f}"
 
 
 def main() -> None:

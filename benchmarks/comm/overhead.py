@@ -1,9 +1,9 @@
-"""What the worker itself costs: against the bare loop, against DDP on loopback, and at import.
+"""Overhead of `laconic.Worker`: against a plain loop, against DDP on loopback, and at import.
 
-    python benchmarks/overhead.py
+    python benchmarks/comm/overhead.py
 
-Figures are medians over interleaved rounds: in each round every variant makes a few steps, one after another, in the
-same processes, so that whatever else the machine does hits all of them alike.
+Figures are medians over interleaved rounds. In each round every variant makes a few steps in the same processes, so
+that other load on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SIZES = {"1.9 M": [784, 1024, 1024, 10], "20 M": [784, 4096, 4096, 10]}
 
 
 @dataclass
-class Silent(laconic.Method):
-    """Does nothing: what is left is the worker."""
+class NoCommunication(laconic.Method):
+    """Does nothing, so that only the worker's overhead remains."""
 
 
 def build(widths: list[int]) -> nn.Sequential:
@@ -40,7 +40,7 @@ def build(widths: list[int]) -> nn.Sequential:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, batch: int = 64) -> float:
-    """Seconds a step."""
+    """Returns the seconds per step."""
     x, y = torch.randn(batch, 784), torch.randint(10, (batch,))
     start = time.perf_counter()
     for _ in range(number):
@@ -50,13 +50,13 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, batch
     return (time.perf_counter() - start) / number
 
 
-def worker_against_bare(size: str, rounds: int) -> float:
+def worker_against_plain_loop(size: str, rounds: int) -> float:
     torch.set_num_threads(1)
     bare, joined = build(SIZES[size]), build(SIZES[size])
     bare_optimizer = torch.optim.SGD(bare.parameters(), lr=1e-3)
     joined_optimizer = torch.optim.SGD(joined.parameters(), lr=1e-3)
     ratios = []
-    with laconic.Worker(joined, joined_optimizer, Silent()):
+    with laconic.Worker(joined, joined_optimizer, NoCommunication()):
         for variant in (bare, joined):
             steps(variant, bare_optimizer if variant is bare else joined_optimizer, 2)
         for i in range(rounds):
@@ -67,14 +67,14 @@ def worker_against_bare(size: str, rounds: int) -> float:
 
 
 def allreduce_against_ddp(size: str, rounds: int) -> tuple[float, float, float]:
-    """In each of two workers: (ratio, ms of AllReduce, ms of DDP)."""
-    own = build(SIZES[size])
-    own_optimizer = torch.optim.SGD(own.parameters(), lr=1e-3)
-    with laconic.Worker(own, own_optimizer, laconic.AllReduce()):
+    """Returns, in each of two workers, the ratio of times per step, and those of AllReduce and DDP in ms."""
+    ours = build(SIZES[size])
+    our_optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
+    with laconic.Worker(ours, our_optimizer, laconic.AllReduce()):
         theirs = build(SIZES[size])
         wrapped = DistributedDataParallel(theirs)
         theirs_optimizer = torch.optim.SGD(theirs.parameters(), lr=1e-3)
-        pair = [(own, own_optimizer), (wrapped, theirs_optimizer)]
+        pair = [(ours, our_optimizer), (wrapped, theirs_optimizer)]
         for model, optimizer in pair:
             steps(model, optimizer, 3)
         seconds: list[list[float]] = [[], []]
@@ -87,7 +87,7 @@ def allreduce_against_ddp(size: str, rounds: int) -> tuple[float, float, float]:
 
 
 def import_seconds(rounds: int) -> float:
-    """How much longer `import torch, laconic` takes than `import torch`: the difference of the minima."""
+    """Returns how much longer `import torch, laconic` takes than `import torch`, as a difference of minima."""
 
     def once(code: str) -> float:
         start = time.perf_counter()
@@ -102,12 +102,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
-    print("| figure | bar | 1.9 M | 20 M |\n|---|---|---|---|")
-    bare = [f"{laconic.spawn(worker_against_bare, 1, size, rounds)[0]:.3f}" for size in SIZES]
-    print(f"| a worker whose method does nothing / the bare loop | ≤ 1.03 | {' | '.join(bare)} |")
+    print("| figure | target | 1.9 M parameters | 20 M parameters |\n|---|---|---|---|")
+    bare = [f"{laconic.spawn(worker_against_plain_loop, 1, size, rounds)[0]:.3f}" for size in SIZES]
+    print(f"| worker with an empty method / plain loop | ≤ 1.03 | {' | '.join(bare)} |")
     cells = []
     for size in SIZES:
         ratio, ours, theirs = laconic.spawn(allreduce_against_ddp, 2, size, rounds)[0]
         cells.append(f"{ratio:.3f} ({ours:.0f} / {theirs:.0f} ms)")
     print(f"| AllReduce / DDP, 2 workers, loopback | ≤ 1.2 | {' | '.join(cells)} |")
-    print(f"\nimport laconic adds {import_seconds(7):.2f} s to import torch (bar: 0.3 s).")
+    print(f"\nimport laconic adds {import_seconds(7):.2f} s to import torch (target: 0.3 s).")

@@ -1,14 +1,17 @@
-"""The figures of A2CiD2.
+"""Measures A2CiD2; the results are in a2cid2.md.
 
-    python benchmarks/a2cid2.py ring                         gossip alone on a simulated ring of 64: no processes
-    python benchmarks/a2cid2.py driven                       the same with random own steps, on rings of 8, 16 and 64
-    python benchmarks/a2cid2.py waiting [--steps 120]        seconds a step and waiting at 100 Mbit/s, against DDP
-    python benchmarks/a2cid2.py momentum [--steps 200]       consensus distance and accuracy on a ring of 8
-    python benchmarks/a2cid2.py straggler [--steps 40]       one of four workers 4 times slower, against DDP
-    python benchmarks/a2cid2.py processor [--steps 150]      processor time of the background
-    python benchmarks/a2cid2.py all --steps 6 --seeds 1      everything at a tiny scale
+    python benchmarks/a2cid2/a2cid2.py FIGURE [--steps 120] [--seeds 3]
 
-Time to an accuracy is a comparison: `laconic compare --methods a2cid2,ddp,powersgd --task fashion --workers 4
+FIGURE is one of
+    ring         gossip without local steps on a ring of 64, in one process
+    driven       the same with random local steps, on rings of 8, 16 and 64
+    waiting      time per step and waiting at 100 Mbit/s, against DDP (as root)
+    momentum     consensus distance and accuracy on a ring of 8
+    straggler    one of four workers 4 times slower, against DDP
+    processor    CPU time of the background
+    all          everything; with --steps 6 --seeds 1 at a tiny scale
+
+For time to accuracy use `laconic compare --methods a2cid2,ddp,powersgd --task fashion --workers 4
 --link 100mbit --target-accuracy 0.85 --seeds 3 --out runs/a2cid2`.
 """
 
@@ -41,10 +44,10 @@ from laconic.tasks import Task
 from laconic.tasks.fashion import Fashion
 
 
-def gossip_alone(
+def gossip_without_steps(
     graph: topology.Topology, momentum: bool, units: float, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """Σ‖x − x̄‖² at the end over that at the start, and the drift of the mean. The paper's formulas as they are."""
+    """Returns Σ‖x − x̄‖² at the end relative to the start, and the drift of the mean, by the paper's equations."""
     constants = graph.constants(1.0)
     eta, alpha_tilde = (constants.eta, constants.alpha_tilde) if momentum else (0.0, 0.5)
     x = rng.normal(size=(graph.size, 40))
@@ -53,21 +56,21 @@ def gossip_alone(
 
     def mix(i: int, now: float) -> None:
         c = 0.5 * (1 - math.exp(-2 * eta * (now - mixed_until[i])))
-        difference = x_tilde[i] - x[i]
-        x[i] += c * difference
-        x_tilde[i] -= c * difference
+        delta = x_tilde[i] - x[i]
+        x[i] += c * delta
+        x_tilde[i] -= c * delta
         mixed_until[i] = now
 
-    exchanges = rng.poisson(units * graph.size / 2)  # rate 1: each worker is in one exchange a unit of time
+    exchanges = rng.poisson(units * graph.size / 2)  # rate 1: one exchange per worker and unit of time
     for now in np.sort(rng.uniform(0, units, exchanges)):
         i, j = graph.edges[rng.integers(len(graph.edges))]
         mix(i, now)
         mix(j, now)
-        gap = x[i] - x[j]
-        x[i] -= gap / 2
-        x[j] += gap / 2
-        x_tilde[i] -= alpha_tilde * gap
-        x_tilde[j] += alpha_tilde * gap
+        difference = x[i] - x[j]
+        x[i] -= difference / 2
+        x[j] += difference / 2
+        x_tilde[i] -= alpha_tilde * difference
+        x_tilde[j] += alpha_tilde * difference
     for i in graph.nodes:
         mix(i, units)
     return spread(x) / start, float(np.abs(x.mean(axis=0) - mean).max())
@@ -76,8 +79,10 @@ def gossip_alone(
 def gossip_with_steps(
     graph: topology.Topology, momentum: bool, rate: float, memory: float, steps: int, rng: np.random.Generator
 ) -> float:
-    """Mean ‖x − x̄‖² per coordinate when workers make random own steps: v = memory · v + noise, x += v. With memory 1
-    each worker always goes its own way, as with unlike data."""
+    """Returns the mean ‖x − x̄‖² per coordinate if workers make random local steps: v = memory · v + noise, x += v.
+
+    With memory 1 each worker always moves in the same direction, as with non-iid data.
+    """
     constants = graph.constants(rate)
     eta, alpha_tilde = (constants.eta, constants.alpha_tilde) if momentum else (0.0, 0.5)
     c = 0.5 * (1 - math.exp(-2 * eta))
@@ -89,11 +94,11 @@ def gossip_with_steps(
         delta *= 1 - 2 * c
         for edge in rng.integers(len(graph.edges), size=rng.poisson(rate * graph.size / 2)):
             i, j = graph.edges[edge]
-            gap = position[i] - position[j]
-            position[i] -= gap / 2
-            position[j] += gap / 2
-            delta[i] -= (alpha_tilde - 0.5) * gap
-            delta[j] += (alpha_tilde - 0.5) * gap
+            difference = position[i] - position[j]
+            position[i] -= difference / 2
+            position[j] += difference / 2
+            delta[i] -= (alpha_tilde - 0.5) * difference
+            delta[j] += (alpha_tilde - 0.5) * difference
         if step >= steps // 2:
             found.append(spread(position) / position.size)
     return float(np.mean(found))
@@ -107,12 +112,12 @@ def ring(seeds: range, **_: Any) -> None:
     graph = topology.ring(64)
     constants = graph.constants(1.0)
     root = math.sqrt(constants.chi_1 * constants.chi_2)
-    print("| time, in √(χ1χ2) | seed | Σ‖x − x̄‖² with momentum | without | ratio | of distances | drift of the mean |")
+    print("| time, in √(χ1χ2) | seed | Σ‖x − x̄‖² with momentum | without | ratio | its root | drift of mean |")
     print("|---|---|---|---|---|---|---|")
     for units in (6, 12, 18, 24):
         for seed in seeds:
-            fast, drift = gossip_alone(graph, True, units * root, np.random.default_rng(seed))
-            plain, _ = gossip_alone(graph, False, units * root, np.random.default_rng(seed))
+            fast, drift = gossip_without_steps(graph, True, units * root, np.random.default_rng(seed))
+            plain, _ = gossip_without_steps(graph, False, units * root, np.random.default_rng(seed))
             ratio = plain / fast
             print(
                 f"| {units} | {seed} | {fast:.2e} | {plain:.2e} | {ratio:.0f} | {math.sqrt(ratio):.1f} | {drift:.0e} |"
@@ -120,10 +125,10 @@ def ring(seeds: range, **_: Any) -> None:
 
 
 def driven(seeds: range, **_: Any) -> None:
-    print("| ring of | own steps | seed | distance with momentum ÷ without | ÷ without, rate 2 |")
+    print("| ring of | local steps | seed | distance with momentum ÷ without | ÷ without, rate 2 |")
     print("|---|---|---|---|---|")
     for size in (8, 16, 64):
-        for memory, name in ((0.0, "independent"), (0.9, "momentum 0.9"), (1.0, "always the same")):
+        for memory, name in ((0.0, "independent"), (0.9, "memory 0.9"), (1.0, "constant")):
             for seed in seeds:
                 fast, plain, twice = (
                     gossip_with_steps(topology.ring(size), accelerated, rate, memory, 3000, np.random.default_rng(seed))
@@ -134,8 +139,10 @@ def driven(seeds: range, **_: Any) -> None:
 
 
 class Traffic:
-    """Workers that do not train together, while plain sockets carry as many bytes as the link takes beside them: what
-    the network itself costs on a machine where the same cores compute, emulate the network and run its TCP."""
+    """Workers that train alone while plain sockets saturate the link in the background.
+
+    This measures the cost of the traffic itself on a machine whose cores compute, emulate the network and run TCP.
+    """
 
     is_baseline, averages = True, True
 
@@ -151,12 +158,12 @@ class Traffic:
         sent = torch.zeros(sum(p.numel() for p in model.parameters()))
         received = torch.empty_like(sent)
 
-        def carry() -> None:
-            with contextlib.suppress(WireError, OSError):  # whoever is done first closes
+        def transfer() -> None:
+            with contextlib.suppress(WireError, OSError):  # the worker that finishes first closes the connection
                 while not done.is_set():
                     wire.sendrecv(sent, received)
 
-        done, thread = threading.Event(), threading.Thread(target=carry, daemon=True)
+        done, thread = threading.Event(), threading.Thread(target=transfer, daemon=True)
         thread.start()
         yield Session(model, optimizer, lambda: Reading({}, None, None, {}))
         done.set()
@@ -174,7 +181,7 @@ WAITING = {
 
 
 def waiting(task: Task, steps: int, seeds: range, **_: Any) -> None:
-    print("| at 100 Mbit/s | seed | ms a step | × none | × bare traffic | waiting, % | MB/s sent | steps an exchange |")
+    print("| at 100 Mbit/s | seed | ms per step | × none | × bare traffic | waiting, % | MB/s sent | steps/exchange |")
     print("|---|---|---|---|---|---|---|---|")
     for seed in seeds:
         took: dict[str, float] = {}
@@ -200,14 +207,14 @@ def waiting(task: Task, steps: int, seeds: range, **_: Any) -> None:
 
 @dataclass
 class Loop:
-    """What a worker does: a plain loop."""
+    """The training loop of one worker."""
 
     task: Task
     steps: int
     seed: int
-    least_seconds: float = 0.0  # that a step lasts: a pause fills up what computing leaves, as if on an accelerator
-    slowness: float = 1.0  # rank 0's steps last so many times longer
-    looks: int = 1  # at the consensus distance
+    min_step_seconds: float = 0.0  # a pause fills up shorter steps, as if an accelerator computed
+    slowdown: float = 1.0  # the factor by which rank 0's steps are longer
+    evaluations: int = 1  # of the consensus distance
 
     def __call__(self, wrap: Callable[..., Any]) -> dict[str, Any]:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -215,35 +222,35 @@ class Loop:
         model = self.task.build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         shard = self.task.load(rank, size, self.seed)
-        least_seconds = self.least_seconds * (self.slowness if rank == 0 else 1)
-        looks = {self.steps * (i + 1) // self.looks for i in range(self.looks)}
-        told: dict[str, Any] = {"distances": []}
+        min_seconds = self.min_step_seconds * (self.slowdown if rank == 0 else 1)
+        evaluated_steps = {self.steps * (i + 1) // self.evaluations for i in range(self.evaluations)}
+        results: dict[str, Any] = {"distances": []}
         with wrap(model, optimizer) as (module, worker):
             start, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
             for step in range(self.steps):
-                begun = time.perf_counter()
+                step_start = time.perf_counter()
                 self.task.loss(module, shard.batch(step)).backward()  # type: ignore[no-untyped-call]
-                time.sleep(max(0.0, least_seconds - (time.perf_counter() - begun)))
+                time.sleep(max(0.0, min_seconds - (time.perf_counter() - step_start)))
                 optimizer.step()
                 optimizer.zero_grad()
                 if step + 1 == self.steps:
-                    told["seconds"] = time.perf_counter() - start
-                    told["training_cpu"] = time.thread_time() - thread
-                    told["background_cpu"] = time.process_time() - process - told["training_cpu"]
-                    told["exchanges"] = worker.method.metrics()["exchanges"] if worker else 0.0
-                if worker is not None and step + 1 in looks:
+                    results["seconds"] = time.perf_counter() - start
+                    results["training_cpu"] = time.thread_time() - thread
+                    results["background_cpu"] = time.process_time() - process - results["training_cpu"]
+                    results["exchanges"] = worker.method.metrics()["exchanges"] if worker else 0.0
+                if worker is not None and step + 1 in evaluated_steps:
                     with worker.consensus():
-                        told["distances"].append(worker.consensus_distance)
+                        results["distances"].append(worker.consensus_distance)
                         if step + 1 == self.steps:
-                            told |= self.task.evaluate(model)
-        return told
+                            results |= self.task.evaluate(model)
+        return results
 
 
-class ByMethod:
+class WithMethod:
     def __init__(self, method: laconic.Method) -> None:
         self.method = method
 
-    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ByMethod:
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> WithMethod:
         self.worker = laconic.Worker(model, optimizer, self.method)
         return self
 
@@ -254,8 +261,8 @@ class ByMethod:
         self.worker.__exit__(*raised)
 
 
-class ByDDP:
-    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ByDDP:
+class WithDDP:
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> WithDDP:
         torch.distributed.init_process_group("gloo")
         self.module = nn.parallel.DistributedDataParallel(model)
         return self
@@ -273,32 +280,34 @@ def momentum(task: Task, steps: int, seeds: range, **_: Any) -> None:
         "plain, rate 1": laconic.A2CiD2("ring", rate=1.0, momentum=False),
         "plain, rate 2": laconic.A2CiD2("ring", rate=2.0, momentum=False),
     }
-    print(f"| ring of 8 | seed | √ mean ‖x − x̄‖² at five steps | geometric mean | {task.metric} | exchanges a step |")
+    print(f"| ring of 8 | seed | √ mean ‖x − x̄‖² at five steps | geometric mean | {task.metric} | exchanges per step |")
     print("|---|---|---|---|---|---|")
     for seed in seeds:
         for name, method in variants.items():
-            told = laconic.spawn(Loop(task, steps, seed, looks=min(5, steps)), 8, ByMethod(method))
-            made = statistics.mean(worker["exchanges"] for worker in told) / steps
-            distances = told[0]["distances"]
+            results = laconic.spawn(Loop(task, steps, seed, evaluations=min(5, steps)), 8, WithMethod(method))
+            made = statistics.mean(worker["exchanges"] for worker in results) / steps
+            distances = results[0]["distances"]
             mean = statistics.geometric_mean(distances)
             listed = " ".join(f"{distance:.3g}" for distance in distances)
-            print(f"| {name} | {seed} | {listed} | {mean:.3g} | {told[0][task.metric]:.4f} | {made:.2f} |", flush=True)
+            print(
+                f"| {name} | {seed} | {listed} | {mean:.3g} | {results[0][task.metric]:.4f} | {made:.2f} |", flush=True
+            )
 
 
 def straggler(task: Task, steps: int, seeds: range, **_: Any) -> None:
-    print("| way | seed | steps a second of the others: alike | with one 4 × slower | ratio |")
+    print("| method | seed | steps per second of the others: equal workers | with one 4 × slower | ratio |")
     print("|---|---|---|---|---|")
     for seed in seeds:
-        for name, wrap in (("a2cid2", ByMethod(laconic.A2CiD2("ring", rate=1.0))), ("ddp", ByDDP())):
+        for name, wrap in (("a2cid2", WithMethod(laconic.A2CiD2("ring", rate=1.0))), ("ddp", WithDDP())):
             rates = []
-            for slowness in (1.0, 4.0):
-                told = laconic.spawn(Loop(task, steps, seed, least_seconds=0.12, slowness=slowness), 4, wrap)
-                rates.append(steps / statistics.median(worker["seconds"] for worker in told[1:]))
+            for slowdown in (1.0, 4.0):
+                results = laconic.spawn(Loop(task, steps, seed, min_step_seconds=0.12, slowdown=slowdown), 4, wrap)
+                rates.append(steps / statistics.median(worker["seconds"] for worker in results[1:]))
             print(f"| {name} | {seed} | {rates[0]:.2f} | {rates[1]:.2f} | {rates[1] / rates[0]:.3f} |", flush=True)
 
 
-def swap_alone(numel: int) -> float:
-    """In each of two workers: seconds of processor time that one swap takes, without any method around it."""
+def bare_swap(numel: int) -> float:
+    """Returns the CPU seconds of sending and receiving one vector between two workers, without any method."""
     dist.init_process_group("gloo")
     store = dist.PrefixStore("swap", dist.distributed_c10d._get_default_store().clone())
     wire = Connector(store, dist.get_rank(), timeout=60).connect(1 - dist.get_rank())
@@ -312,20 +321,18 @@ def swap_alone(numel: int) -> float:
 
 
 def processor(task: Task, steps: int, seeds: range, **_: Any) -> None:
-    print(
-        "| model | parameters | seed | exchanges a step | training, ms a step | background | share, % | bare swap, ms |"
-    )
+    print("| model | parameters | seed | exchanges/step | training, ms/step | background | share, % | bare swap, ms |")
     print("|---|---|---|---|---|---|---|---|")
     for model in ("mlp", "cnn"):
         task = dataclasses.replace(task, model=model)  # type: ignore[call-arg]
         parameters = sum(p.numel() for p in task.build_model().parameters())
         for seed in seeds:
-            told = laconic.spawn(Loop(task, steps, seed), 4, ByMethod(laconic.A2CiD2("ring", rate=1.0)))
+            results = laconic.spawn(Loop(task, steps, seed), 4, WithMethod(laconic.A2CiD2("ring", rate=1.0)))
             training, background, made = (
-                statistics.mean(worker[what] for worker in told) / steps
-                for what in ("training_cpu", "background_cpu", "exchanges")
+                statistics.mean(worker[key] for worker in results) / steps
+                for key in ("training_cpu", "background_cpu", "exchanges")
             )
-            bare = statistics.mean(laconic.spawn(swap_alone, 2, parameters))
+            bare = statistics.mean(laconic.spawn(bare_swap, 2, parameters))
             print(
                 f"| {model} | {parameters:,} | {seed} | {made:.2f} | {1e3 * training:.1f} | {1e3 * background:.2f} "
                 f"| {100 * background / training:.1f} | {1e3 * bare:.2f} |",
@@ -343,7 +350,7 @@ def main() -> None:
     parser.add_argument("figure", choices=[*FIGURES, "all"])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--seed", type=int, help="run only this seed")
     arguments = parser.parse_args()
     seeds = range(arguments.seeds) if arguments.seed is None else range(arguments.seed, arguments.seed + 1)
     for name in FIGURES if arguments.figure == "all" else [arguments.figure]:

@@ -1,6 +1,8 @@
-"""What TCP gets from emulated links: goodput of one flow and of several at once, and the round trip while they run.
+"""TCP over emulated links: goodput of one flow and of several at once, and round-trip times meanwhile (as root).
 
-python benchmarks/goodput.py [--seconds 2] [--repeats 5] [--congestion cubic bbr] prints the tables of goodput.md.
+    python benchmarks/comm/goodput.py [--seconds 2] [--repeats 5] [--congestion cubic bbr]
+
+prints the tables of goodput.md.
 """
 
 import argparse
@@ -25,9 +27,9 @@ fork = multiprocessing.get_context("fork")
 
 @dataclass
 class Measured:
-    goodput: list[float]  # of each flow, bit/s, in the order of receivers
-    retransmitted: int  # TCP segments sent again, by all flows
-    round_trips: list[float]  # of small messages beside the flows, seconds
+    goodput: list[float]  # bit/s of each flow, in the order of receivers
+    retransmitted: int  # TCP segments, of all flows
+    round_trips: list[float]  # seconds, of small messages sent while the flows run
 
 
 def receive(host: Host, senders: int, seconds: float, result: Connection) -> None:
@@ -49,7 +51,7 @@ def receive(host: Host, senders: int, seconds: float, result: Connection) -> Non
 
 
 def send(host: Host, target: str, congestion: str, result: Connection) -> None:
-    """Send until the receiver hangs up, and report how many segments were sent again."""
+    """Sends until the receiver closes, and reports the number of retransmitted segments."""
     host.enter()
     retransmitted = 0
     with socket.socket() as flow:
@@ -89,15 +91,15 @@ def ping(host: Host, target: str, seconds: float, result: Connection) -> None:
 
 
 def start(work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=work, args=(*arguments, theirs))
+    parent_end, child_end = fork.Pipe()
+    process = fork.Process(target=work, args=(*arguments, child_end))
     process.start()
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
 def measure(links: Sequence[Link], flows: Sequence[tuple[int, int]], args: Any, congestion: str) -> Measured:
-    """Run all `flows` (from host, to host) at once; pings go beside the first one, if there are several."""
+    """Runs all `flows` (from host, to host) at once; with several flows, also pings along the first one."""
     with Network(links) as network:
         hosts = network.hosts
         receivers = []
@@ -120,18 +122,20 @@ def measure(links: Sequence[Link], flows: Sequence[tuple[int, int]], args: Any, 
 
 
 def table_of_single_flows(args: Any) -> bool:
-    print("| link | congestion | goodput, Mbit/s (median) | / asked | lowest – highest | within 5 % |")
+    print("| link | congestion | goodput, Mbit/s (median) | / rate | lowest – highest | within 5 % |")
     print("|---|---|---|---|---|---|")
     all_within = True
     for rate in ("10mbit", "30mbit", "100mbit", "300mbit", "1gbit"):
         for congestion in args.congestion:
             links = parse_links(rate, workers=2)
-            asked = links[0].bits_per_second
+            configured = links[0].bits_per_second
             rates = [measure(links, [(0, 1)], args, congestion).goodput[0] for _ in range(args.repeats)]
-            low, middle, high = (f(rates) / asked for f in (min, statistics.median, max))
+            low, middle, high = (f(rates) / configured for f in (min, statistics.median, max))
             within = abs(middle - 1) <= TOLERANCE
             all_within &= within
-            row = f"{middle * asked / 1e6:.2f} | {middle:.3f} | {low:.3f} – {high:.3f} | {'yes' if within else 'NO'}"
+            row = (
+                f"{middle * configured / 1e6:.2f} | {middle:.3f} | {low:.3f} – {high:.3f} | {'yes' if within else 'NO'}"
+            )
             print(f"| {rate} | {congestion} | {row} |", flush=True)
     return all_within
 
@@ -143,7 +147,9 @@ def table_of_patterns(args: Any) -> None:
         "4 into 1": ("{0}", 5, [(1, 0), (2, 0), (3, 0), (4, 0)]),
         "2 fast into 1": ("{0},1gbit,1gbit", 3, [(1, 0), (2, 0)]),
     }
-    print("| link | pattern | congestion | into a host / asked | by flow | sent again | round trip, ms: median | max |")
+    print(
+        "| link | pattern | congestion | into a host / rate | by flow | retransmitted | round trip, ms: median | max |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for rate in ("10mbit", "100mbit", "1gbit"):
         for name, (text, hosts, flows) in patterns.items():
@@ -161,15 +167,15 @@ def table_of_patterns(args: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="measured, after a second of warm-up")
-    parser.add_argument("--repeats", type=int, default=5, help="of each single flow")
-    parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"], help="congestion controls of TCP")
+    parser.add_argument("--seconds", type=float, default=2.0, help="measured seconds, after a second of warm-up")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each single flow")
+    parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"], help="TCP congestion control algorithms")
     args = parser.parse_args()
     all_within = table_of_single_flows(args)
     print()
     table_of_patterns(args)
     if not all_within:
-        raise SystemExit("the median of single flows was more than 5 % from the asked rate")
+        raise SystemExit("the median goodput of a single flow differs from the configured rate by more than 5 %")
 
 
 if __name__ == "__main__":
