@@ -245,22 +245,22 @@ class Never(Local):
 
 
 class Stretched(Local):
-    """v/V = 1 − (1 − 1/n)(1 − κ)/(1 − κ₀): of V a share κ is common to all workers, the rest is noise that a mean of n
-    divides by n. κ is the running mean of m̂²/V̂, in which noise alone leaves κ₀ = (1−β₁)/(1+β₁)."""
+    """v/V = 1 − (1 − 1/n)(1 − Q/V)/(1 − κ₀): of V a share is common to all workers, and the rest is noise that a mean of
+    n gradients divides by n. Q is the second moment of m̂, in which noise alone leaves κ₀ = (1−β₁)/(1+β₁) of V."""
 
     def __init__(self, cell: Cell, problem: Problem) -> None:
         super().__init__(cell, problem)
-        self.coherence = torch.ones(self.n, self.d)
+        self.q = torch.zeros(self.n, self.d)
         self.refreshed = [0] * cell.period
 
     def denominator(self, step: int) -> Tensor:
-        (c1, c2), part = self.bias(step), self.part(step)
-        place, noise = (step - 1) % self.cell.period, (1 - BETA1) / (1 + BETA1)
+        part, place = self.part(step), (step - 1) % self.cell.period
         kept = self.beta2 ** (step - self.refreshed[place])
         self.refreshed[place] = step
-        ratio = (self.m[:, part] / c1).square_().mul_(c2).div_(self.v[:, part].clamp(min=1e-30)).clamp_(max=1.0)
-        self.coherence[:, part].lerp_(ratio, (1 - kept) / c2)
-        share = (1 - self.coherence).mul_(-(1 - 1 / self.n) / (1 - noise)).add_(1).clamp_(1 / self.n, 1.0)
+        self.q[:, part].mul_(kept).add_((self.m[:, part] / self.bias(step)[0]).square_(), alpha=1 - kept)
+        slope = (1 - 1 / self.n) / (1 - (1 - BETA1) / (1 + BETA1))
+        ratio = self.q / self.v.clamp(min=1e-38)
+        share = (1 - ratio).mul_(-slope).add_(1).clamp_(1 / self.n, 1.0)
         return super().denominator(step).mul_(share.sqrt_())
 
 

@@ -27,5 +27,5 @@ anchor.move_anchor(_x, _anchor)
 if _kernels := stretch._find_kernels(_x):
     _factors = stretch.Factors.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, 1, 1, 2)
     _vectors = [_x.square().numpy() for _ in range(4)]
-    _kernels.refresh(*_vectors[:3], *_factors)
+    _kernels.refresh(*_vectors[:2], *_factors)
     _kernels.stretch(*_vectors, *_factors)

@@ -100,8 +100,10 @@ class Shakespeare(Task):
         for micro in range(self.accumulate):
             # DDP all-reduces in every backward pass, unless told not to: only the last micro-batch needs it.
             is_last = micro == self.accumulate - 1
-            skips = isinstance(model, DistributedDataParallel) and not is_last
-            with model.no_sync() if skips else contextlib.nullcontext():
+            sync = contextlib.nullcontext()
+            if isinstance(model, DistributedDataParallel) and not is_last:
+                sync = model.no_sync()
+            with sync:
                 loss = self.loss(model, shard.batch(step * self.accumulate + micro)) / self.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
             total = total.to(loss.device) + loss.detach()

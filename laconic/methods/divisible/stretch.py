@@ -7,8 +7,10 @@ all workers, and the rest noise that is independent between workers. A mean of n
 
     v = V·(κ + (1 − κ)/n)      so the step is multiplied by      ρ = √(V/v) = 1/√(1 − (1 − 1/n)(1 − κ)),   1 ≤ ρ ≤ √n
 
-A worker estimates κ alone: m averages about (1+β₁)/(1−β₁) gradients, in which independent noise nearly cancels. The
-running mean of m̂²/V̂ is therefore κ + κ₀(1 − κ) with κ₀ = (1−β₁)/(1+β₁), what noise leaves in m.
+A worker estimates κ alone: m averages about (1+β₁)/(1−β₁) gradients, in which independent noise nearly cancels. With Q
+the running mean of m̂² (with β₂, as V is of g²), Q/V = κ + κ₀(1 − κ), where κ₀ = (1−β₁)/(1+β₁) is what noise leaves in m:
+
+    1 − κ = (1 − Q/V)/(1 − κ₀)
 
 Nothing of this travels. With one worker ρ is 1.
 """
@@ -28,6 +30,7 @@ from laconic.method import Replica
 
 # Below this many entries a call of a kernel saves nothing.
 LARGE = 1 << 12
+TINY = 1e-38  # where V is 0, Q and m are
 SAMPLE = 1 << 14  # entries that metrics look at
 
 
@@ -39,35 +42,32 @@ class Factors(NamedTuple):
     eps: float
     slope: float  # (1 − 1/n) / (1 − κ₀)
     least: float  # 1/n: v is at least this share of V
-    weight: float  # of the newest m̂²/V̂ in its running mean, if it is refreshed in this step
-    unbias_ratio: float  # (1 − β₂ᵗ) / (1 − β₁ᵗ)²: from m²/V to m̂²/V̂
+    kept: float  # of Q, if it is refreshed in this step: β₂ to the power of the steps since the last time
+    added: float  # of m² in Q: (1 − kept) / (1 − β₁ᵗ)²
 
     @classmethod
     def of(cls, group: dict[str, Any], count: int, steps: int, workers: int) -> Factors:
-        """Returns the factors of Adam's step number `count`; the running mean was refreshed `steps` steps ago.
+        """Returns the factors of Adam's step number `count`; Q was refreshed `steps` steps ago.
 
         >>> group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
-        >>> Factors.of(group, count=1, steps=1, workers=4).weight
-        1.0
+        >>> Factors.of(group, count=1, steps=1, workers=4).kept
+        0.99
         """
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         c1, c2 = 1 - beta1**count, 1 - beta2**count
-        noise = (1 - beta1) / (1 + beta1)
-        least = 1 / workers
-        weight = (1 - beta2 ** min(steps, count)) / c2
-        return cls(lr / c1, 1 / c2, float(group["eps"]), (1 - least) / (1 - noise), least, weight, c2 / c1**2)
+        noise, least, kept = (1 - beta1) / (1 + beta1), 1 / workers, beta2 ** min(steps, count)
+        return cls(lr / c1, 1 / c2, float(group["eps"]), (1 - least) / (1 - noise), least, kept, (1 - kept) / c1**2)
 
 
-def refresh(ratio: Tensor, m: Tensor, v: Tensor, factors: Factors) -> None:
-    """Moves the running mean of m̂²/V̂ towards its value now, in place. Entries without a gradient so far keep theirs."""
-    seen = v > 0
-    newest = (m * m * factors.unbias_ratio / v.where(seen, 1.0)).clamp_(max=1.0)
-    ratio.add_((newest - ratio).mul_(factors.weight).where(seen, 0.0))
+def refresh(q: Tensor, m: Tensor, factors: Factors) -> None:
+    """Adds the present m̂² to its running mean Q, in place."""
+    q.mul_(factors.kept).add_((m * m).mul_(factors.added))
 
 
-def stretch(x: Tensor, m: Tensor, v: Tensor, ratio: Tensor, factors: Factors) -> None:
+def stretch(x: Tensor, m: Tensor, v: Tensor, q: Tensor, factors: Factors) -> None:
     """Adds (ρ − 1) times the Adam step that has just been made, −rate·m/(√V̂ + eps), to x, in place."""
-    share = 1 - (1 - ratio).mul_(factors.slope)
+    ratio = q / v.clamp(min=TINY)
+    share = 1 - (1 - ratio).mul_(factors.slope)  # v/V
     root = _sqrt(share.clamp_(factors.least, 1.0))  # 1/ρ
     denominator = _sqrt(v * factors.unbias_v).add_(factors.eps)
     x.sub_(((1 - root) * (m * factors.rate)).div_(root.mul_(denominator)))
@@ -83,29 +83,29 @@ class Stretch:
 
     def __init__(self, worker: Replica) -> None:
         kind = torch.promote_types(worker.x.dtype, torch.float32)
-        self.ratio = torch.ones_like(worker.x, dtype=kind)  # running mean of m̂²/V̂; 1 leaves steps as they are
+        self.q = torch.zeros_like(worker.x, dtype=kind)  # running mean of m̂² (d)
         self.counts: list[int] = []  # of each parameter's Adam steps
         groups = {id(p): group for group in worker.optimizer.param_groups for p in group["params"]}
         self._groups = [groups[id(p)] for p in worker.parameters]
         self._numels = [p.numel() for p in worker.parameters]
         self._workers = worker.comm.size
+        self._v = worker.x[:0]  # the optimizer's, from the first step on
         self._kernels = _find_kernels(worker.x)
 
     def after_step(self, worker: Replica, renewed: slice, steps: int) -> None:
-        """Stretches the step just made, and refreshes the estimates of the entries `renewed`, last done `steps` ago."""
+        """Stretches the step just made, and refreshes Q in the entries `renewed`, last done `steps` steps ago."""
         moments = worker.moments()
         if not moments:
             return  # no parameter has had a gradient yet
         if not self.counts:
             self.counts = [_steps_so_far(worker.optimizer, p) - 1 for p in worker.parameters]
-        vectors = worker.x, moments["exp_avg"], moments["exp_avg_sq"], self.ratio
+        self._v = moments["exp_avg_sq"]
+        vectors = worker.x, moments["exp_avg"], moments["exp_avg_sq"], self.q
         for part, factors in self._segments(worker, steps):
             fresh = slice(max(part.start, renewed.start), min(part.stop, renewed.stop))
-            x, m, v, ratio = (vector[part] for vector in vectors)
             if fresh.start < fresh.stop:
-                here = slice(fresh.start - part.start, fresh.stop - part.start)
-                self._call("refresh", ratio[here], m[here], v[here], factors)
-            self._call("stretch", x, m, v, ratio, factors)
+                self._call("refresh", self.q[fresh], vectors[1][fresh], factors)
+            self._call("stretch", *(vector[part] for vector in vectors), factors)
 
     def _segments(self, worker: Replica, steps: int) -> Iterator[tuple[slice, Factors]]:
         """Yields neighbouring parameters that were moved by this step with the same settings, as one slice of x."""
@@ -135,18 +135,20 @@ class Stretch:
             vectors[0].copy_(wide[0])
 
     def mean_stretch(self) -> float:
-        """Returns the mean of ρ over some entries, for metrics."""
-        workers = self._workers
+        """Returns the mean of ρ over some entries, for metrics; 1 before the first step."""
+        v = self._v[:SAMPLE].double()
+        if not len(v):
+            return 1.0
         beta1 = float(self._groups[0]["betas"][0])
-        slope = (1 - 1 / workers) / (1 - (1 - beta1) / (1 + beta1))
-        share = 1 - (1 - self.ratio[:SAMPLE].double()) * slope
-        return float(share.clamp_(1 / workers, 1.0).rsqrt_().mean())
+        slope = (1 - 1 / self._workers) / (1 - (1 - beta1) / (1 + beta1))
+        share = 1 - (1 - self.q[:SAMPLE].double() / v.clamp(min=TINY)) * slope
+        return float(share.clamp_(1 / self._workers, 1.0).rsqrt_().mean())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ratio": self.ratio, "counts": list(self.counts)}
+        return {"q": self.q, "counts": list(self.counts)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.ratio.copy_(saved["ratio"])
+        self.q.copy_(saved["q"])
         self.counts = list(saved["counts"])
 
 

@@ -11,28 +11,28 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-
-@njit(nogil=True, cache=True)
-def _refresh(ratio, m, v, weight, unbias_ratio):
-    for i in range(ratio.size):
-        if v[i] > np.float32(0.0):
-            newest = min(m[i] * m[i] * unbias_ratio / v[i], np.float32(1.0))
-            ratio[i] += (newest - ratio[i]) * weight
+TINY = np.float32(1e-38)
 
 
 @njit(nogil=True, cache=True)
-def _stretch(x, m, v, ratio, rate, unbias_v, eps, slope, least):
+def _refresh(q, m, kept, added):
+    for i in range(q.size):
+        q[i] = q[i] * kept + m[i] * m[i] * added
+
+
+@njit(nogil=True, cache=True)
+def _stretch(x, m, v, q, rate, unbias_v, eps, slope, least):
     one = np.float32(1.0)
     for i in range(x.size):
-        share = one - (one - ratio[i]) * slope
+        share = one - (one - q[i] / max(v[i], TINY)) * slope
         root = np.sqrt(min(max(share, least), one))
         denominator = np.sqrt(v[i] * unbias_v) + eps
         x[i] -= (one - root) * (m[i] * rate) / (root * denominator)
 
 
-def refresh(ratio, m, v, rate, unbias_v, eps, slope, least, weight, unbias_ratio):
-    _refresh(ratio, m, v, np.float32(weight), np.float32(unbias_ratio))
+def refresh(q, m, rate, unbias_v, eps, slope, least, kept, added):
+    _refresh(q, m, np.float32(kept), np.float32(added))
 
 
-def stretch(x, m, v, ratio, rate, unbias_v, eps, slope, least, weight, unbias_ratio):
-    _stretch(x, m, v, ratio, *map(np.float32, (rate, unbias_v, eps, slope, least)))
+def stretch(x, m, v, q, rate, unbias_v, eps, slope, least, kept, added):
+    _stretch(x, m, v, q, *map(np.float32, (rate, unbias_v, eps, slope, least)))
