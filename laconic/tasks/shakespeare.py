@@ -100,7 +100,7 @@ class Shakespeare(Task):
         for micro in range(self.accumulate):
             # DDP all-reduces in every backward pass, unless told not to: only the last micro-batch needs it.
             is_last = micro == self.accumulate - 1
-            sync = contextlib.nullcontext()
+            sync: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if isinstance(model, DistributedDataParallel) and not is_last:
                 sync = model.no_sync()
             with sync:

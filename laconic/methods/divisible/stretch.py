@@ -2,13 +2,13 @@
 
 Adam divides by √v. The gradient of one worker is noisier than the mean gradient of n workers, so its second moment V is
 larger than the second moment v of the mean gradient, and plain local steps are too short: by up to √n, and by an amount
-that differs between coordinates, so no learning rate compensates for it. Let a share κ of V (the coherence) be common to
-all workers, and the rest noise that is independent between workers. A mean of n gradients divides the noise by n:
+that differs between coordinates, so no learning rate compensates for it. Let a share κ of V (the coherence) be common
+to all workers, and the rest noise that is independent between workers. A mean of n gradients divides the noise by n:
 
     v = V·(κ + (1 − κ)/n)      so the step is multiplied by      ρ = √(V/v) = 1/√(1 − (1 − 1/n)(1 − κ)),   1 ≤ ρ ≤ √n
 
 A worker estimates κ alone: m averages about (1+β₁)/(1−β₁) gradients, in which independent noise nearly cancels. With Q
-the running mean of m̂² (with β₂, as V is of g²), Q/V = κ + κ₀(1 − κ), where κ₀ = (1−β₁)/(1+β₁) is what noise leaves in m:
+the running mean of m̂² (by β₂, as V is of g²), Q/V = κ + κ₀(1 − κ), where κ₀ = (1−β₁)/(1+β₁) is what noise leaves in m:
 
     1 − κ = (1 − Q/V)/(1 − κ₀)
 
