@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import laconic
+from laconic.emulate import hosts_behind
 from laconic.emulate.links import parse_link
 
 WARM_UP = 3
@@ -57,7 +58,8 @@ def main() -> None:
     parser.add_argument("--nbytes", type=int, default=702528, help="one way, of all ranks' shares together")
     parser.add_argument("--turns", type=int, default=12)
     given = parser.parse_args()
-    ranks = laconic.spawn(work, given.workers, given.nbytes, given.turns, link=given.link)
+    with hosts_behind(given.link, given.workers) as hosts:
+        ranks = laconic.spawn(work, given.workers, given.nbytes, given.turns, hosts=hosts)
     share = (given.workers - 1) / given.workers
     least = 2 * share * given.nbytes * 8e3 / parse_link(given.link).bits_per_second
     print(f"{given.workers} workers, {given.link}, {given.nbytes} bytes there and back: at least {least:.1f} ms\n")

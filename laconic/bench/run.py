@@ -24,10 +24,11 @@ from torch import Tensor
 import laconic
 from laconic.bench.record import Point, Record, Split
 from laconic.bench.ways import Asked, Reading
+from laconic.emulate import hosts_behind
 from laconic.launch import WorkerFailed, spawn
 from laconic.tasks import Task
 
-PRELOAD = ["laconic.loaded", "laconic.bench.run"]
+PRELOAD = ["laconic.preload", "laconic.bench.run"]
 STEADY_AFTER = 3  # steps that open connections and fill caches, left out of the seconds of an average step
 
 
@@ -77,7 +78,8 @@ def run(asked: Asked, plan: Plan, progress: Path | None = None) -> Record:
     record = _describe(asked, plan)
     with tempfile.TemporaryDirectory(prefix="laconic-") as folder:
         try:
-            told = spawn(_work, plan.workers, asked, plan, Path(folder), progress, link=plan.link, preload=PRELOAD)
+            with hosts_behind(plan.link, plan.workers) as hosts:
+                told = spawn(_work, plan.workers, asked, plan, Path(folder), progress, hosts=hosts, preload=PRELOAD)
         except WorkerFailed as failure:
             record.status, record.reason = "failed", str(failure)
             return record
