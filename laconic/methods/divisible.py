@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from laconic.checkpoint import with_tensors
 from laconic.comm import Comm
 from laconic.compress import Compressor, Log, Uniform
-from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.method import Method, Replica, check_choice, check_count, state, with_tensors
 from laconic.methods.carried import Carried, Moment, Moves
 from laconic.methods.choice import CODES, LONGEST_COMMON, Choice
 from laconic.methods.common import CommonAdam
