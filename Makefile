@@ -1,13 +1,14 @@
-# Everything runs in .venv, which each target makes when it is missing or older than the pins.
+# The three commands: make test, make demo, make format. Everything runs in .venv, which each target creates when it is
+# missing or older than the pins.
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= python3
 
-# Kernels are compiled while mypy reads.
+# Compiles kernels while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: demo test lint kernels format clean
+.PHONY: demo test test-lowest lint kernels format clean
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,7 +20,16 @@ demo: $(STAMP)
 	$(BIN)/laconic demo --out runs/demo --overwrite
 
 test: lint kernels
-	$(BIN)/python -m pytest -n 3 --dist worksteal  # much of their time, processes wait for each other
+	$(BIN)/python -m pytest -n 3 --dist worksteal  # 3 on 2 cores: processes often wait for each other
+
+# The same tests with the oldest packages that pyproject.toml allows.
+LOWEST := .venv-lowest
+test-lowest:
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[bench]' \
+		pytest pytest-timeout pytest-xdist hypothesis
+	$(LOWEST)/bin/python -m pytest -n 3 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,12 +37,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 kernels: $(STAMP)
-	$(BIN)/python -c "import laconic.loaded"
+	$(BIN)/python -c "from laconic.kernels import warm_up; warm_up()"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""A method of one's own: average the parameters, seldom at first and more often later.
+"""Defines a communication method: averages the parameters, at first rarely and then more often.
 
 torchrun --nproc-per-node 2 examples/own_method.py
 """
@@ -13,20 +13,20 @@ import laconic
 
 @dataclass
 class Shrinking(laconic.Method):
-    """The mean of the parameters after ever fewer steps: each pause is one step shorter than the one before."""
+    """Averages the parameters; each interval between averages is one step shorter than the previous one."""
 
-    first: int = 10  # a setting
-    length: int = laconic.state(0)  # state: saved with the worker
-    left: int = laconic.state(0)
+    first: int = 10  # a setting: steps until the first average
+    interval: int = laconic.state(0)  # state, which is saved with the worker
+    steps_left: int = laconic.state(0)
 
     def setup(self, worker: laconic.Replica) -> None:
-        self.length = self.left = self.first
+        self.interval = self.steps_left = self.first
 
     def after_step(self, worker: laconic.Replica) -> None:
-        self.left -= 1
-        if self.left == 0:
+        self.steps_left -= 1
+        if self.steps_left == 0:
             worker.comm.mean(worker.x, out=worker.x)
-            self.length = self.left = max(1, self.length - 1)
+            self.interval = self.steps_left = max(1, self.interval - 1)
 
 
 model = nn.Linear(20, 1)

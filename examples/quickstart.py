@@ -1,4 +1,4 @@
-"""Train a small model together, and judge the model all workers agree on.
+"""Trains a small model on several workers and evaluates the average of their models.
 
 python examples/quickstart.py                                    one worker
 torchrun --nproc-per-node 4 examples/quickstart.py               four on this machine
@@ -15,7 +15,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
 with laconic.Worker(model, optimizer, laconic.LocalSGD(period=8)) as worker:
-    # Each worker its own data: here made up on the spot, in earnest a DistributedSampler(rank=worker.rank, …).
+    # Each worker needs its own data. Here it is random; with a dataset, use DistributedSampler(rank=worker.rank, …).
     data = torch.Generator().manual_seed(1 + worker.rank)
     for step in range(200):
         x = torch.randn(32, 20, generator=data)
@@ -34,4 +34,4 @@ with laconic.Worker(model, optimizer, laconic.LocalSGD(period=8)) as worker:
                 print(f"step {step + 1}: loss {loss:.4f}, sent {worker.meter.total.nbytes('foreground') / 1e6:.2f} MB")
 
 if worker.rank == 0:
-    torch.save(model.state_dict(), "quickstart.pt")  # after the block, every rank holds the agreed model
+    torch.save(model.state_dict(), "quickstart.pt")  # after the block every rank holds the averaged model

@@ -1,4 +1,4 @@
-"""Save now and then, and go on after a crash from the last checkpoint: run it twice.
+"""Saves a checkpoint every 20 steps and resumes from the last one: run it twice.
 
 torchrun --nproc-per-node 2 examples/resume.py runs/resume
 """
@@ -20,10 +20,10 @@ with laconic.Worker(model, optimizer, laconic.LocalSGD(period=4, moments="averag
     lowest = float("inf")
     if directory.exists():
         lowest = worker.load(directory)["lowest"]
-        print(f"rank {worker.rank} goes on after step {worker.step}")
+        print(f"rank {worker.rank} continues after step {worker.step}")
     stop = worker.step + 60
     while worker.step < stop:
-        # A batch depends on nothing but step and rank, so a resumed run sees what it would have seen.
+        # A batch depends only on step and rank, so a resumed run sees the same data as one without interruption.
         data = torch.Generator().manual_seed(1000 * worker.step + worker.rank)
         x = torch.randn(16, 20, generator=data)
         loss = nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True))

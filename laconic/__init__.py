@@ -1,4 +1,21 @@
-"""laconic: data-parallel training over slow networks. Train together, talk less."""
+"""Data-parallel PyTorch training over slow networks.
+
+Workers keep their model, optimizer and training loop. A method, chosen with one object, decides what they send to each
+other and when:
+
+>>> import torch
+>>> import laconic
+>>> model = torch.nn.Linear(20, 1)
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> with laconic.Worker(model, optimizer, laconic.LocalSGD(period=8)) as worker:
+...     for _ in range(20):
+...         x = torch.randn(16, 20)
+...         torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)).backward()
+...         optimizer.step()
+...         optimizer.zero_grad()
+>>> worker.step
+20
+"""
 
 from laconic.comm import Comm as Comm
 from laconic.comm import PeerError as PeerError

@@ -1,4 +1,4 @@
-"""`laconic` and `python -m laconic`: the command line, or what to install for it."""
+"""The entry point of `laconic` and `python -m laconic`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 
 def main() -> None:
+    """Runs the command line, or says what to install for it."""
     try:
         from laconic import cli
     except ModuleNotFoundError as missing:

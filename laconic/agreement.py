@@ -1,4 +1,4 @@
-"""Do all ranks train the same model by the same method? What differs, is named, on every rank."""
+"""Compares the setup of all ranks when training starts, and the setup of a run with that of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ Fingerprint = dict[str, Any]
 def fingerprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatParameters, method: Method
 ) -> Fingerprint:
-    """Everything that must be equal on all ranks, and in a checkpoint: fields in the order they are compared."""
+    """Returns a description of everything that must be equal on all ranks and in a checkpoint.
+
+    The description can be written as JSON. Its fields are in the order in which they are compared, so that the first
+    difference is the most telling one.
+    """
+    # torch.compile prefixes names; a compiled and a bare replica are the same model.
     buffers = {name.replace("_orig_mod.", ""): buffer for name, buffer in model.named_buffers()}
     return {
-        "laconic": __version__,
         "method": type(method).__name__,
         **{f"{type(method).__name__}.{name}": repr(value) for name, value in method.settings().items()},
         "optimizer": type(optimizer).__name__,
@@ -35,10 +39,21 @@ def fingerprint(
 
 
 def require_agreement(comm: Comm, own: Fingerprint | None, error: Exception | None, finite: bool) -> None:
-    """Compare fingerprints over all ranks. A rank that has failed already still comes here."""
+    """Compares the versions of laconic and the fingerprints of all ranks.
+
+    Args:
+        comm: the communication with the other ranks.
+        own: the fingerprint of this rank; None if it could not be made.
+        error: why it could not be made. A rank with an error calls this too, so that the others learn of it.
+        finite: whether all parameters of this rank are finite.
+
+    Raises:
+        ValueError: the ranks differ, or one has an error or parameters that are not finite. The same on every rank.
+    """
+    described = None if own is None else {"laconic": __version__, **own}
     notes = comm.meet(
         "the start of the worker",
-        {"fingerprint": own, "finite": finite, "error": error and f"{type(error).__name__}: {error}"},
+        {"fingerprint": described, "finite": finite, "error": error and f"{type(error).__name__}: {error}"},
     )
     if error is not None:
         raise error
@@ -54,7 +69,11 @@ def require_agreement(comm: Comm, own: Fingerprint | None, error: Exception | No
 
 
 def compare(fingerprints: list[Fingerprint]) -> str | None:
-    """The first difference, with its field, values and ranks."""
+    """Returns the first difference between the ranks' fingerprints as text, or None if they are equal.
+
+    >>> compare([{"method": "LocalSGD", "LocalSGD.period": "4"}, {"method": "LocalSGD", "LocalSGD.period": "8"}])
+    'LocalSGD.period: 4 on rank 0; 8 on rank 1'
+    """
     for field in fingerprints[0] | {name: None for other in fingerprints for name in other}:
         values = [f.get(field) for f in fingerprints]
         if all(value == values[0] for value in values):

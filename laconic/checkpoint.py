@@ -1,10 +1,13 @@
-"""Checkpoints of all ranks: one file a rank and a manifest, so that a crash at any moment leaves a readable one.
+"""Saves and loads checkpoints of all ranks. A crash at any moment leaves a complete checkpoint on disk.
 
     directory/000007-step1200/rank-00000.pt …       written and synced first, by every rank
-    directory/000007-step1200/manifest.json         appears last, by rename: the checkpoint counts from here on
+    directory/000007-step1200/manifest.json         renamed into place last; without it a checkpoint does not count
 
-Only then are older ones removed. Every rank writes the manifest, the same bytes, so the directory may be shared by all
-machines or be one on each. Loading takes the newest that is complete for every rank.
+Older checkpoints are removed only after that. Every rank writes the manifest, with the same bytes, so `directory` may
+be shared by all machines or be local to each. Loading takes the newest checkpoint that is complete on every rank.
+
+A checkpoint depends on FORMAT, not on the version of laconic that wrote it. FORMAT is raised when the content of a
+rank's file changes: the layout below, or the state of a method.
 """
 
 from __future__ import annotations
@@ -16,23 +19,45 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from laconic.agreement import compare
+from laconic.agreement import Fingerprint, compare
+from laconic.comm import Comm
+from laconic.method import with_tensors
+from laconic.version import __version__
 
-if TYPE_CHECKING:
-    from laconic.worker import Worker
-
-FORMAT = 4
+FORMAT = 5
 NAME = re.compile(r"(\d{6})-step(\d+)")
 
 
-def save(worker: Worker, directory: Path, extra: dict[str, Any]) -> None:
+class Saveable(Protocol):
+    """The parts of a `laconic.Worker` that a checkpoint is made of."""
+
+    comm: Comm
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int
+    fingerprint: Fingerprint
+
+    @property
+    def x(self) -> Tensor: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+
+
+def save(worker: Saveable, directory: Path, extra: dict[str, Any]) -> None:
+    """Writes a checkpoint of all ranks; every rank calls it.
+
+    Raises:
+        ValueError: `extra` holds objects that torch would refuse to load.
+        OSError: a rank could not write its file; raised on every rank, and the previous checkpoint stays.
+    """
     _require_plain(extra)
     numbers = [_number(path) for path in _folders(directory)]
     number = 1 + max(worker.comm.meet("save()", max(numbers, default=0)))
@@ -44,43 +69,51 @@ def save(worker: Worker, directory: Path, extra: dict[str, Any]) -> None:
         "random": _random_state(worker.x.device),
         "extra": extra,
     }
-    note: dict[str, Any] = {"file": f"rank-{worker.rank:05d}.pt"}
+    entry: dict[str, Any] = {"file": f"rank-{worker.comm.rank:05d}.pt"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / note["file"], "wb") as file:
+        path = folder / entry["file"]
+        with open(path, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        note["nbytes"] = (folder / note["file"]).stat().st_size
-        note["sha256"] = _sha256(folder / note["file"])
-        torch.load(folder / note["file"], map_location="cpu", weights_only=True, mmap=True)  # what can be read again
+        entry |= {"nbytes": path.stat().st_size, "sha256": _sha256(path)}
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # fails now rather than when it is needed
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # torch reports a full disk as RuntimeError
-        note["error"] = f"{type(error).__name__}: {error}"
-    files = worker.comm.meet("save()", note)
-    members = worker.comm.members  # ranks that gossip has dropped are not in the checkpoint: it is one of fewer workers
-    errors = [f"rank {rank}: {note['error']}" for rank, note in zip(members, files, strict=True) if "error" in note]
+        entry["error"] = f"{type(error).__name__}: {error}"
+    entries = worker.comm.meet("save()", entry)
+    # Ranks that gossip has dropped are not in the checkpoint, which is then one of fewer workers.
+    members = worker.comm.members
+    errors = [f"rank {rank}: {e['error']}" for rank, e in zip(members, entries, strict=True) if "error" in e]
     if errors:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"cannot save to {directory}: {'; '.join(errors)}")
     manifest = {
         "format": FORMAT,
+        "laconic": __version__,
         "step": worker.step,
-        "workers": len(files),
+        "workers": len(entries),
         "fingerprint": worker.fingerprint,
-        "files": files,
+        "files": entries,
     }
-    _write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1), worker.rank)
+    _write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1), worker.comm.rank)
     worker.comm.meet("save()")
     for path in _folders(directory):
         if _number(path) < number:
             shutil.rmtree(path, ignore_errors=True)  # another rank may be removing it too
 
 
-def load(worker: Worker, directory: Path) -> dict[str, Any]:
+def load(worker: Saveable, directory: Path) -> dict[str, Any]:
+    """Restores the newest checkpoint that is complete on every rank, and returns its `extra`; every rank calls it.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint that is complete on every rank.
+        ValueError: a rank cannot use its part; raised on every rank with the reason, and nothing is changed.
+    """
     complete = sorted(path.name for path in _folders(directory) if (path / "manifest.json").exists())
     everywhere = set.intersection(*map(set, worker.comm.meet("load()", complete)))
     if not everywhere:
-        raise FileNotFoundError(f"no complete checkpoint of all {worker.size} ranks is in {directory}")
+        raise FileNotFoundError(f"no complete checkpoint of all {worker.comm.size} ranks is in {directory}")
     content, problem = None, None
     try:
         content = _read(worker, directory / max(everywhere))
@@ -100,36 +133,40 @@ def load(worker: Worker, directory: Path) -> dict[str, Any]:
     return extra
 
 
-def _read(worker: Worker, folder: Path) -> dict[str, Any]:
-    """This rank's file, after checking that it is whole and fits."""
+def _read(worker: Saveable, folder: Path) -> dict[str, Any]:
+    """Returns the content of this rank's file, after checking that the file is complete and fits this run."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        version, workers, theirs, files = (manifest[key] for key in ("format", "workers", "fingerprint", "files"))
+        number, workers, theirs, entries = (manifest[key] for key in ("format", "workers", "fingerprint", "files"))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'manifest.json'} is not a manifest of laconic: {error!r}") from error
-    if version != FORMAT:
-        raise ValueError(f"{folder} has format {version}, and this version of laconic reads {FORMAT}")
-    if workers != worker.size:
-        raise ValueError(f"{folder} was saved by {workers} workers, and these are {worker.size}")
-    difference = compare([theirs, worker.fingerprint])
+    if number != FORMAT:
+        raise ValueError(
+            f"{folder} has checkpoint format {number}, and laconic {__version__} reads format {FORMAT}: go on with "
+            f"the version that wrote it, laconic {manifest.get('laconic') or theirs.get('laconic', 'unknown')}"
+        )
+    if workers != worker.comm.size:
+        raise ValueError(f"{folder} was saved by {workers} workers, and this run has {worker.comm.size}")
+    # A setting that the checkpoint does not name was added to laconic after it was written.
+    difference = compare([theirs, {field: value for field, value in worker.fingerprint.items() if field in theirs}])
     if difference:
         described = difference.replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
-        raise ValueError(f"{folder} does not fit this run, they differ in {described}")
-    note = files[worker.rank]
-    path = folder / note["file"]
-    if path.stat().st_size != note["nbytes"] or _sha256(path) != note["sha256"]:
-        raise ValueError(f"{path} is torn: its bytes are not the {note['nbytes']} that were written")
+        raise ValueError(f"{folder} does not fit this run: they differ in {described}")
+    entry = entries[worker.comm.rank]
+    path = folder / entry["file"]
+    if path.stat().st_size != entry["nbytes"] or _sha256(path) != entry["sha256"]:
+        raise ValueError(f"{path} is damaged: its content is not the {entry['nbytes']} bytes that were written")
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     require_same_form("model", content["model"], _bare(worker.model).state_dict())
     require_same_form("worker", content["worker"], worker.state_dict())
     saved_groups, groups = content["optimizer"]["param_groups"], worker.optimizer.param_groups
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
-        raise ValueError(f"{folder} has an optimizer of other parameter groups")
+        raise ValueError(f"{folder} does not fit this run: the optimizer's parameter groups have other sizes")
     return content
 
 
 def require_same_form(what: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """The same keys, and tensors of the same shapes and dtypes under them."""
+    """Raises a ValueError unless both dicts have the same keys, with tensors of the same shapes and dtypes."""
     if not isinstance(saved, dict) or saved.keys() != own.keys():
         keys = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(f"{what}: the saved state must have the keys {sorted(own)}, not {keys}")
@@ -146,22 +183,12 @@ def require_same_form(what: str, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def cloned(value: Any) -> Any:
+    """Returns a copy of nested dicts and lists in which all tensors are cloned."""
     return with_tensors(value, Tensor.clone)
 
 
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a checkpoint holds, with each of its tensors changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: with_tensors(entry, change) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [with_tensors(entry, change) for entry in value]
-    return value
-
-
 def _random_state(device: torch.device) -> dict[str, Any]:
-    """Torch's own random numbers, which dropout draws from."""
+    """Returns the state of torch's default generators, which dropout draws from."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -175,18 +202,18 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _require_plain(extra: dict[str, Any]) -> None:
-    """What could be saved but not be loaded again is refused now, not on the day it is needed."""
+    """Raises a ValueError if torch could save `extra` but would refuse to load it."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     buffer.seek(0)
     try:
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        raise ValueError(f"extra must be tensors and plain data, and torch would not load it: {error}") from error
+        raise ValueError(f"extra must be tensors and plain data, and torch would refuse to load it: {error}") from error
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper."""
+    """Returns the module inside torch.compile's wrapper."""
     bare: nn.Module = getattr(model, "_orig_mod", model)
     return bare
 
@@ -205,13 +232,14 @@ def _sha256(path: Path) -> str:
 
 
 def _write_atomically(path: Path, text: str, rank: int) -> None:
+    """Writes a file so that it exists with all of its content or not at all. Several ranks may write the same one."""
     part = path.with_name(f"{path.name}.{rank}")
     with open(part, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    for folder in (path.parent, path.parent.parent):  # the names too must be on the disk before others are removed
+    for folder in (path.parent, path.parent.parent):  # sync the names too, before older ones are removed
         descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)

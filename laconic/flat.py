@@ -1,4 +1,4 @@
-"""The parameters of a model as views of one flat vector, with the gradients and the optimizer's state beside it."""
+"""Stores the parameters of a model in one flat vector, and reads gradients and optimizer state as flat vectors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
 
 
 class FlatParameters:
-    """Lays the parameters that `optimizer` trains end to end in `x`, in the order of the model.
+    """Moves the memory of the parameters that `optimizer` trains into one vector `x`, in the order of the model.
 
-    The `Parameter` objects stay; only their memory moves. So the model, its optimizer and its compiled form go on
-    working, and writing into `x` changes the model.
+    The `Parameter` objects stay the same and become views of `x`. So the model, its optimizer and its compiled form
+    keep working, and writing to `x` changes the model. `laconic.method.Replica` documents the methods.
+
+    Raises:
+        ValueError: model and optimizer do not fit together, or the parameters cannot form one vector.
+
+    >>> model = nn.Linear(2, 1)
+    >>> flat = FlatParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> _ = flat.x.fill_(7.0)
+    >>> model.bias.item()
+    7.0
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -26,10 +35,10 @@ class FlatParameters:
         d = sum(p.numel() for p in self.parameters)
         self.x_and_scalar = torch.zeros(d + 1, dtype=first.dtype, device=first.device)
         self.x = self.x_and_scalar[:d]
-        # The gradient, then a flag for each parameter; allocated when a method first asks for it.
+        # The gradient (d) and one flag per parameter; allocated when a method first calls pack_gradient.
         self._packed: Tensor | None = None
         self._packed_views: list[Tensor] = []
-        self._moments: dict[str, tuple[Tensor, list[Tensor]]] = {}  # by name: the vector, and its views
+        self._moments: dict[str, tuple[Tensor, list[Tensor]]] = {}  # by name: the vector (d) and its views
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views(self.x), strict=True):
                 view.copy_(parameter)
@@ -38,7 +47,7 @@ class FlatParameters:
         self._inside = {id(parameter) for parameter in self.parameters}
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """The part of a vector (at least d long) that belongs to each parameter, in its shape and memory order."""
+        """Returns the part of a vector (≥ d) that belongs to each parameter, in its shape and memory order."""
         views, offset = [], vector.storage_offset()
         for p in self.parameters:
             stride = p.stride() if _is_dense(p) else torch.empty(p.shape, device="meta").stride()
@@ -47,26 +56,28 @@ class FlatParameters:
         return views
 
     def check(self) -> None:
-        """Raise if a parameter no longer lives in x: then training would go on without the others, unnoticed."""
+        """Raises a RuntimeError if a trained parameter is not stored in x: it would silently train on its own."""
         for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise RuntimeError(
-                    f"parameter {name!r} has left worker.x: something replaced its memory (model.to, .half, "
-                    f"load_state_dict(assign=True), parameter.data = …); do that before the Worker is made"
+                    f"parameter {name!r} has left worker.x: its memory was replaced (by model.to, .half, "
+                    f"load_state_dict(assign=True), parameter.data = …); do that before creating the Worker"
                 )
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._inside:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient but is not in worker.x: "
-                        f"unfreeze and add parameters before the Worker is made"
+                        f"unfreeze and add parameters before creating the Worker"
                     )
 
     def gradients(self) -> list[Tensor | None]:
         found = [parameter.grad for parameter in self.parameters]
         for name, gradient in zip(self.names, found, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
-                raise ValueError(f"gradients must be dense, and that of {name!r} is {gradient.layout}")
+                raise ValueError(
+                    f"gradients must be dense, and the gradient of parameter {name!r} is {gradient.layout}"
+                )
         return found
 
     def pack_gradient(self) -> Tensor:
@@ -80,7 +91,8 @@ class FlatParameters:
                 view.zero_()
                 continue
             flags[i] = 1.0
-            if gradient.data_ptr() != view.data_ptr():  # with zero_grad(set_to_none=False) it is this view already
+            # After zero_grad(set_to_none=False) the gradient still is the view that unpack_gradient set.
+            if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
         packed[d:] = torch.tensor(flags, dtype=packed.dtype)
         return packed
@@ -92,13 +104,16 @@ class FlatParameters:
             parameter.grad = view if flag > 0 else None
 
     def moment_names(self) -> list[str]:
-        """The optimizer's state tensors that have the shape of their parameter, by name."""
-        # Adam's counter of steps has the shape of a parameter that is a single number, but is no moment.
+        """Returns the names of the optimizer's state tensors that have the shape of their parameter."""
+        # Adam's step counter is a scalar, as is a parameter that is a single number; but it is no moment.
         found = {name for p in self.parameters for name, value in self._state(p).items() if _is_moment(value, p)}
         return sorted(found - {"step"})
 
     def moments(self, names: list[str]) -> dict[str, Tensor]:
-        """Each named state as one vector (d) in which the optimizer itself works; zeros where it has none yet."""
+        """Returns each named state as one vector (d), which becomes the optimizer's own memory.
+
+        Entries are 0 for parameters that have no such state yet.
+        """
         for name in names:
             if name not in self._moments:
                 vector = torch.zeros_like(self.x)
@@ -108,7 +123,7 @@ class FlatParameters:
             state = self._state(parameter)
             for name, view in zip(names, own, strict=True):
                 value = state.get(name)
-                if value is view:  # as it is from the second step on
+                if value is view:  # from the second call on
                     continue
                 if not _is_moment(value, parameter):
                     view.zero_()
@@ -118,7 +133,7 @@ class FlatParameters:
         return {name: self._moments[name][0] for name in names}
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        # .get: the optimizer's state is a defaultdict, and looking must not create entries.
+        # .get, because the optimizer's state is a defaultdict: [parameter] would create an entry.
         found: dict[str, Tensor] = self._optimizer.state.get(parameter, {})
         return found
 
@@ -128,7 +143,7 @@ def _is_moment(value: object, parameter: Tensor) -> TypeIs[Tensor]:
 
 
 def _is_dense(p: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps and overlaps, in whatever order (channels last, …)."""
+    """Returns whether the elements fill their memory without gaps or overlaps, in any order (channels last, …)."""
     expected = 1
     for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
         if size == 1:
@@ -140,7 +155,7 @@ def _is_dense(p: Tensor) -> bool:
 
 
 def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The model's parameters that the optimizer trains, by name, after checking that both fit."""
+    """Returns the parameters that the optimizer trains, by name, in the model's order; checks that both fit."""
     for module in model.modules():
         wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
         if wrapper:
@@ -167,7 +182,7 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
         )
     for name, p in named.items():
         if is_lazy(p):
-            raise ValueError(f"parameter {name!r} has no shape yet: run the model once before the Worker is made")
+            raise ValueError(f"parameter {name!r} has no shape yet: run the model once before creating the Worker")
         if not p.dtype.is_floating_point:
             raise ValueError(f"parameters must be real floating point numbers, and {name!r} is {p.dtype}")
     for what in ("dtype", "device"):

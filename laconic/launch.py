@@ -1,4 +1,4 @@
-"""Run a function in several worker processes on this machine: for tests, notebooks and the command line."""
+"""Runs a function in several worker processes on this machine: for tests, notebooks and the command line."""
 
 from __future__ import annotations
 
@@ -22,28 +22,34 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from laconic.comm import PeerError
 
-# What workers import before they fork, once for all runs of this process: it takes seconds, forking does not.
+# Imported once by the fork server, from which all workers of this process are forked: importing these takes seconds.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "laconic"]
-# When one worker fails, the others fail because of it. The first report may be theirs: seconds to wait for the cause.
+# Seconds to wait for the worker that failed first, when the first report is of a worker that failed because of it.
 PATIENCE = 1.0
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers for mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's mallopt
 
 
 class Host(Protocol):
-    """A place for a worker to run in, such as an emulated host."""
+    """A place for a worker process to run in, such as a host of an emulated network."""
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """The IP address at which the other hosts reach this one."""
 
     @property
-    def interface(self) -> str: ...
+    def interface(self) -> str:
+        """The network interface that carries the address, for GLOO_SOCKET_IFNAME."""
 
     def enter(self) -> None:
-        """Move the calling process there."""
+        """Moves the calling process to this host."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised or was killed; `rank` says which, the message has its traceback or signal."""
+    """A worker process raised or was killed.
+
+    Attributes:
+        rank: the rank that failed first. The message has its traceback or the name of the signal.
+    """
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -54,43 +60,50 @@ class WorkerFailed(RuntimeError):
 class _Failure:
     rank: int
     text: str
-    is_consequence: bool
+    is_consequence: bool  # the worker failed because another one did
 
 
 def spawn(
     fn: Callable[..., Any],
     workers: int,
     *args: Any,
-    link: str = "none",
     hosts: Sequence[Host] | None = None,
     preload: Sequence[str] = (),
 ) -> list[Any]:
-    """Run `fn(*args)` in `workers` processes that see each other as torchrun's do; their results by rank.
+    """Runs `fn(*args)` in `workers` processes that find each other as torchrun's processes do.
 
-    A worker that raises or is killed ends the run at once: the others are stopped, and `WorkerFailed` has its
-    traceback or signal. No process is left behind, also when this one is interrupted or killed. Functions may be
-    lambdas or come from a notebook. In a script, call it under `if __name__ == "__main__":`.
+    If a worker raises or is killed, the others are stopped at once. No process is left behind, even when this one is
+    interrupted or killed. In a script, call `spawn` under `if __name__ == "__main__":`.
 
-    With a `link` such as "100mbit" each worker runs on an emulated host of its own behind such a link, see
-    `laconic.emulate`; `hosts` are those of a network that is open already. What the first call in this process names in
-    `preload` (modules) is imported once for all workers, also those of later calls.
+    Args:
+        fn: the function; lambdas and functions of a notebook are fine.
+        workers: the number of processes.
+        *args: the arguments of `fn`, the same in every process.
+        hosts: one place per worker to run in, such as the hosts of an emulated network (`laconic.emulate`). By default
+            all workers run on this machine and communicate over loopback.
+        preload: names of modules to import once, before the workers are forked. Only the first call of `spawn` in a
+            process sets them; later calls fork from the same server.
+
+    Returns:
+        What `fn` returned, by rank.
+
+    Raises:
+        WorkerFailed: a worker raised or was killed.
+
+    >>> import os
+    >>> import laconic
+    >>> laconic.spawn(lambda power: int(os.environ["RANK"]) ** power, 3, 2)
+    [0, 1, 4]
     """
-    if link != "none":
-        if hosts is not None:
-            raise ValueError(f"give either link or hosts, not both: a link ({link}) makes hosts of its own")
-        from laconic.emulate import Network, parse_links
-
-        with Network(parse_links(link, workers)) as network:
-            return spawn(fn, workers, *args, hosts=network.hosts, preload=preload)
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers must be a whole number, at least 1, not {workers!r}")
     if hosts is not None and len(hosts) != workers:
-        raise ValueError(f"there must be one host for each of {workers} workers, not {len(hosts)}")
+        raise ValueError(f"hosts must have one entry for each of the {workers} workers, not {len(hosts)}")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     job = cloudpickle.dumps((fn, args))
-    # On loopback the store lives here, so that it outlives every worker. Emulated hosts cannot reach this process:
-    # there the store lives in rank 0.
+    # On loopback this process keeps the rendezvous store, so that it outlives every worker. From an emulated host this
+    # process cannot be reached, so rank 0 keeps the store there.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts is None else None
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
@@ -108,7 +121,7 @@ def spawn(
             pipes.append(ours)
         results = _collect(processes, pipes)
         for pipe in pipes:
-            pipe.close()  # all are done: now they may go
+            pipe.close()  # workers stay until this, since rank 0 may keep the store
         for process in processes:
             process.join(PATIENCE)
         return results
@@ -123,7 +136,7 @@ def spawn(
 
 
 def _environment(rank: int, workers: int, store: TCPStore | None, hosts: Sequence[Host] | None) -> dict[str, str]:
-    """What torchrun would set."""
+    """Returns the environment variables that torchrun would set."""
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -136,16 +149,16 @@ def _environment(rank: int, workers: int, store: TCPStore | None, hosts: Sequenc
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     if hosts is not None:
-        # Each emulated host is a network of its own: any port is free.
+        # Each emulated host has a network stack of its own, in which every port is free.
         environment |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
         environment |= {"GLOO_SOCKET_IFNAME": hosts[rank].interface}
     return environment
 
 
 def _run(pipe: Connection, host: Host | None, environment: dict[str, str], job: bytes) -> None:
-    """In the worker: do the job and send back ("result", …) or ("error", …)."""
+    """Runs in the worker: calls the function and sends back ("result", …) or ("error", …)."""
     if host is not None:
-        host.enter()  # before any thread is there
+        host.enter()  # first of all: the kernel moves one thread, so there must be no other yet
     done = threading.Event()
     launcher = threading.Thread(target=_watch_launcher, args=(pipe, done), daemon=True)
     launcher.start()
@@ -155,24 +168,27 @@ def _run(pipe: Connection, host: Host | None, environment: dict[str, str], job: 
     try:
         fn, args = pickle.loads(job)
         report = ("result", cloudpickle.dumps(fn(*args)))
-    except BaseException as error:  # noqa: BLE001  whatever it is, the launcher raises it
+    except BaseException as error:  # noqa: BLE001  the launcher raises it again
         report = ("error", (traceback.format_exc(), isinstance(error, PeerError)))
     done.set()
     pipe.send(report)
-    launcher.join()  # rank 0 may hold the store that others still need
+    launcher.join()  # rank 0 may keep the store, which the others still need
 
 
 def _keep_freed_memory() -> None:
-    """For the next step, which needs as much again. glibc may give it back to the kernel in each step or in none, as
-    chance has it; to get it anew, cleared, is up to a quarter of a small model's step."""
+    """Makes glibc keep freed memory for the next step, which needs as much again.
+
+    By default glibc returns it to the kernel in some runs and keeps it in others. Where it is returned, getting zeroed
+    pages again takes up to a quarter of a small model's step.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the largest value glibc accepts
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _watch_launcher(pipe: Connection, done: threading.Event) -> None:
-    """The launcher never writes into the pipe: reading ends when it closes the pipe, or is gone."""
+    """Ends this process if the launcher dies: it never writes into the pipe, so reading ends when the pipe closes."""
     try:
         pipe.recv_bytes()
     except (EOFError, OSError):
@@ -181,6 +197,7 @@ def _watch_launcher(pipe: Connection, done: threading.Event) -> None:
 
 
 def _collect(processes: list[ForkServerProcess], pipes: list[Connection]) -> list[Any]:
+    """Returns the results by rank; raises `WorkerFailed` for the first failure that is no consequence of another."""
     results: dict[int, Any] = {}
     failures: list[_Failure] = []
     waiting = dict(enumerate(pipes))
@@ -198,7 +215,7 @@ def _collect(processes: list[ForkServerProcess], pipes: list[Connection]) -> lis
                 kind, content = pipe.recv()
             except (EOFError, ConnectionResetError):
                 processes[rank].join()
-                failures.append(_Failure(rank, _how_it_ended(processes[rank]), False))
+                failures.append(_Failure(rank, _describe_exit(processes[rank]), False))
                 continue
             if kind == "result":
                 results[rank] = pickle.loads(content)
@@ -214,7 +231,7 @@ def _collect(processes: list[ForkServerProcess], pipes: list[Connection]) -> lis
     return [results[rank] for rank in range(len(processes))]
 
 
-def _how_it_ended(process: ForkServerProcess) -> str:
+def _describe_exit(process: ForkServerProcess) -> str:
     code = process.exitcode
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"

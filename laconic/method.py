@@ -1,8 +1,9 @@
-"""What a method is: settings, state, and what it does around each step of the user's optimizer."""
+"""Defines what a communication method is: settings, state, and code that runs around each optimizer step."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -13,107 +14,140 @@ from laconic.comm import Comm
 
 
 class Replica(Protocol):
-    """What a method sees of the worker it runs in. All vectors are flat, in the order of the parameters, `d` long."""
+    """One worker's copy of the model, as a method sees it.
+
+    Vectors are flat and in the order of `parameters`; `d` is the number of trained entries.
+    """
 
     @property
     def x(self) -> Tensor:
-        """The parameters (d): the model's own memory, so writing here changes the model."""
+        """The trained parameters (d). This is the model's own memory: writing to it changes the model."""
 
     @property
     def x_and_scalar(self) -> Tensor:
-        """x and one entry behind it (d + 1), in the same memory: a number may travel with x without a copy of x."""
+        """x and one more entry (d + 1) in the same memory, so that a number can be sent with x without copying x."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained, in the order in which they lie in x."""
+        """The trained parameters, in the order in which x holds them."""
 
     @property
-    def comm(self) -> Comm: ...
+    def comm(self) -> Comm:
+        """The communication with the other workers; methods use no other network, threads or clock."""
 
     @property
     def step(self) -> int:
-        """The step under way, counted from 1: the same number in `before_step` and in `after_step`."""
+        """The current step, counted from 1; the same number in `before_step` and in `after_step`."""
 
     @property
     def lr(self) -> float:
-        """The learning rate now (the largest, where parameter groups differ)."""
+        """The current learning rate; the largest one if the parameter groups differ."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The user's. Its settings may be read; `moments` is the way to its state."""
+        """The user's optimizer. Methods may read its settings, and reach its state through `moments`."""
 
     @property
     def generator(self) -> torch.Generator:
-        """Random numbers that are the same on every rank, and saved with the worker."""
+        """Random numbers that are the same on every rank. The worker's checkpoint includes their state."""
 
     def pack_gradient(self) -> Tensor:
-        """The gradient (d), then one flag for each parameter: 1 where it has a gradient, else 0 (and zeros above)."""
+        """Returns the gradient (d) followed by one flag per parameter: 1 if it has a gradient, else 0.
+
+        The entries of a parameter without a gradient are 0.
+        """
 
     def unpack_gradient(self, packed: Tensor) -> None:
-        """Make these the gradients the optimizer sees; where the flag is 0 the parameter has none."""
+        """Sets the gradients that the optimizer will use. A parameter whose flag is 0 gets no gradient."""
 
     def gradients(self) -> list[Tensor | None]:
-        """Each parameter's own gradient, as the optimizer will see it: writing here changes it."""
+        """Returns each parameter's gradient, or None. Writing to it changes what the optimizer will use."""
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """The part of a vector (d) that belongs to each parameter, in its shape."""
+        """Returns the part of a vector (d) that belongs to each parameter, in the parameter's shape."""
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state of the parameters' shapes, by name, each as one vector (d): Adam's exp_avg, …
+        """Returns the optimizer state that has the parameters' shapes, each as one vector (d), by name.
 
-        The same names on all ranks; empty before the first step. The vectors are the optimizer's own memory.
+        For Adam these are exp_avg and exp_avg_sq. The names are the same on all ranks; before the first step there are
+        none. The vectors are the optimizer's own memory.
         """
 
 
 def state(default: Any = None) -> Any:
-    """A field of a method that is not a setting but state: it is saved and loaded with the worker."""
+    """Declares a field of a method as state: it is no setting, and is saved and loaded with the worker.
+
+    Args:
+        default: the value before `setup`.
+
+    >>> import laconic
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Counting(laconic.Method):
+    ...     every: int = 10
+    ...     steps: int = laconic.state(0)
+    >>> Counting(every=5)
+    Counting(every=5)
+    >>> Counting(every=5).state_dict()
+    {'steps': 0}
+    """
     return field(default=default, init=False, repr=False, compare=False, metadata={"state": True})
 
 
 @dataclass
 class Method:
-    """One way for workers to talk. Fields are settings; fields made by `state()` are saved in checkpoints.
+    """Base class of all communication methods.
 
-    Settings are checked in `__post_init__`. State may hold tensors, numbers, strings, None, and lists or dicts of them.
+    A method is a dataclass. Its fields are settings, checked in `__post_init__`; fields declared with `state()` are
+    saved in checkpoints and may hold tensors, numbers, strings, None, and lists or dicts of these. All ranks use the
+    same settings: the worker compares them.
+
+    >>> import laconic
+    >>> class LocalSGDEvery8(laconic.Method):
+    ...     def after_step(self, worker):
+    ...         if worker.step % 8 == 0:
+    ...             worker.comm.mean(worker.x, out=worker.x)
     """
 
     paper: ClassVar[str] = ""
 
     def setup(self, worker: Replica) -> None:
-        """Once, when all workers hold the same parameters: allocate state here."""
+        """Allocates state. Runs once, when all workers hold the same parameters."""
 
     def before_step(self, worker: Replica) -> None:
-        """Gradients are there; the optimizer has not moved yet."""
+        """Runs when the gradients are computed and the optimizer has not changed the parameters yet."""
 
     def after_step(self, worker: Replica) -> None:
-        """The optimizer has moved `worker.x` by this worker's own step."""
+        """Runs when the optimizer has changed `worker.x` by this worker's local step."""
 
     def drain(self, worker: Replica) -> None:
-        """The last step is over on every rank: wait for everything in flight and apply it."""
+        """Waits for all messages in flight and applies them. Runs after the last step, on every rank."""
 
     def metrics(self) -> dict[str, float]:
-        """What a report may plot over the steps, by name: the numbers that say how the method is doing now."""
+        """Returns numbers that describe the method's current behaviour, by name, for plots over the steps."""
         return {}
 
     def trains(self, rank: int) -> bool:
-        """Whether this rank has data. One that has none calls `worker.serve()` where the others train."""
+        """Returns whether this rank has data. A rank without data calls `worker.serve()` while the others train."""
         return True
 
     def await_step(self, worker: Replica) -> bool:
-        """On a rank that does not train: wait until the others make a step (True) or pause (False)."""
+        """Waits, on a rank without data, until the others start a step (returns True) or pause (returns False)."""
         raise NotImplementedError(f"{type(self).__name__} has no rank that does not train")
 
     def pause(self, worker: Replica) -> None:
-        """All ranks are between two steps and about to meet: consensus(), save(), load() or the end."""
+        """Runs between two steps, before all ranks meet in consensus(), save(), load() or at the end of the block."""
 
     def settings(self) -> dict[str, Any]:
+        """Returns the settings by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the fields declared with `state()` by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("state")}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Tensors are copied into the ones `setup` allocated."""
+        """Restores what `state_dict` returned. Tensors are copied into those that `setup` allocated."""
         for name, value in saved.items():
             mine = getattr(self, name)
             if isinstance(mine, Tensor) and isinstance(value, Tensor):
@@ -123,7 +157,11 @@ class Method:
 
 
 def fresh(method: Method) -> Method:
-    """A copy with the same settings and no state."""
+    """Returns a copy of a method with the same settings and without state.
+
+    Raises:
+        ValueError: `method` is no instance of a method, or its class has fields and is no dataclass.
+    """
     if not isinstance(method, Method):
         raise ValueError(f"method must be an instance of a laconic.Method, such as LocalSGD(8), not {method!r}")
     kind = type(method)
@@ -132,12 +170,34 @@ def fresh(method: Method) -> Method:
     return dataclasses.replace(method)
 
 
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a copy of nested dicts and lists in which each tensor is replaced by `change(tensor)`.
+
+    >>> with_tensors({"a": [torch.ones(2), 3]}, lambda t: t + 1)
+    {'a': [tensor([2., 2.]), 3]}
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: with_tensors(entry, change) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [with_tensors(entry, change) for entry in value]
+    return value
+
+
 def check_choice(name: str, value: object, choices: tuple[str | int | None, ...]) -> None:
+    """Raises a ValueError that names the setting if `value` is none of the choices."""
     if isinstance(value, bool) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """A whole number; `True` and 2.0 are not."""
+    """Raises a ValueError that names the setting if `value` is no int, or less than `least`. `True` is no int here.
+
+    >>> check_count("period", 2.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: period must be a whole number, at least 1, not 2.0
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be a whole number, at least {least}, not {value!r}")

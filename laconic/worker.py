@@ -1,4 +1,4 @@
-"""One replica of a model, joined to the others by a method."""
+"""Binds one replica of a model to a communication method, through the hooks of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -13,29 +13,49 @@ import torch
 from torch import Tensor, nn
 
 from laconic import checkpoint
-from laconic.agreement import fingerprint, require_agreement
+from laconic.agreement import Fingerprint, fingerprint, require_agreement
 from laconic.comm import Comm, Meter, connect
 from laconic.comm.finite import is_finite
+from laconic.consensus import average_model, copy_from_rank_0
 from laconic.flat import FlatParameters
 from laconic.method import Method, fresh
 
 
 class Worker:
-    """Binds a model and its optimizer to a method, for the length of a `with` block around the training loop.
+    """Trains a model together with the other workers, for the length of a `with` block around the training loop.
 
-    Launched by torchrun, each process makes one; under plain `python` it is a world of one. All ranks start from rank
-    0's parameters and buffers. `optimizer.step()` stays the user's call: the method runs in its hooks, after a step
-    before any other's. Leaving the block waits for what is in flight and leaves the agreed model (`consensus`) on every
-    rank.
+    Each process that torchrun starts creates one Worker; under plain `python` it is a run of one worker. All ranks
+    start from rank 0's parameters and buffers. The user still calls `optimizer.step()`: the method runs in its hooks,
+    and its post-step hook runs before all other post-step hooks. At the end of the block the worker waits for all
+    messages in flight, and every rank then holds the averaged model (see `consensus`).
 
     Args:
-        model: the bare module, on its device, in its dtype; compiled or not.
-        optimizer: any `torch.optim` optimizer over the model's parameters. What it does not train stays rank 0's.
-        method: the worker works on a copy, `worker.method`.
-        timeout: seconds that one wait for other workers may last; at the start, until all have come, at least 60. A
-            rank that fails is noticed within seconds; the time-out is for one that hangs.
-        seed: of `worker.generator`, the same on all ranks.
-        comm: instead of torch.distributed.
+        model: the bare module, on its device and in its dtype, compiled or not. No DDP or FSDP wrapper.
+        optimizer: any `torch.optim` optimizer over parameters of the model. Parameters that it does not train keep
+            rank 0's values.
+        method: the communication method. The worker uses a copy, `worker.method`.
+        timeout: seconds that one wait for other workers may take (at the start at least 60, until all are connected).
+            A rank that fails is noticed within seconds; the timeout is for a rank that hangs.
+        seed: the seed of `worker.generator`, whose random numbers are the same on all ranks.
+        comm: the communication to use instead of torch.distributed.
+
+    Attributes:
+        step: the number of optimizer steps so far.
+        consensus_distance: √(mean over workers of ‖x − x̄‖²) at the last `consensus()`; None before.
+
+    Raises:
+        ValueError: model, optimizer and method do not fit together, or the ranks differ; on every rank.
+
+    >>> import laconic
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> with laconic.Worker(model, optimizer, laconic.LocalSGD(period=4)) as worker:
+    ...     for _ in range(8):
+    ...         model(torch.ones(3)).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> worker.step, worker.size, worker.x.shape
+    (8, 1, torch.Size([4]))
     """
 
     def __init__(
@@ -55,27 +75,31 @@ class Worker:
         self.comm = comm or connect(device, timeout)
         self.step = 0
         self.generator = torch.Generator().manual_seed(seed)
+        self.consensus_distance: float | None = None
         self._moment_names: list[str] | None = None
-        self._lent = False
-        self._stepping: FrameType | None = None  # the call of optimizer.step() that is under way
-        self.consensus_distance: float | None = None  # √ of the mean ‖x − x̄‖² over workers, at the last consensus()
+        self._in_consensus = False
+        self._step_call: FrameType | None = None  # the frame of the call of optimizer.step() that is running
         try:
             self.method, self._flat, self.fingerprint = self._join(method)
             self._control = self.comm.channel("control")
-            self._copy_from_rank_0()
+            copy_from_rank_0(self._control, model, self._flat)
             self.method.setup(self)
         except BaseException as error:
-            self.comm.fail(error)  # or the others would wait for this rank
+            self.comm.fail(error)  # else the other ranks would wait for this one until their timeout
             raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        # Before any other: what those do to x is done to what the method leaves there, whoever came first.
+        # The method's hook goes first: what other hooks do to x (clamping, an average of weights) must apply to the x
+        # that the method leaves, whichever hook was registered first.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
 
-    def _join(self, method: Method) -> tuple[Method, FlatParameters, dict[str, Any]]:
-        """Flatten, and compare with the other ranks. A rank whose model is unfit still meets them, with its error."""
+    def _join(self, method: Method) -> tuple[Method, FlatParameters, Fingerprint]:
+        """Flattens the parameters and compares this rank with the others.
+
+        A rank whose model or method is unfit reports its error to the others before it raises.
+        """
         try:
             method = fresh(method)
             flat = FlatParameters(self.model, self.optimizer)
@@ -86,9 +110,11 @@ class Worker:
         require_agreement(self.comm, own, None, is_finite(flat.x))
         return method, flat, own
 
+    # What a method sees; `laconic.method.Replica` documents these.
+
     @property
     def x(self) -> Tensor:
-        """All trained parameters as one vector, in which the model itself works."""
+        """All trained parameters as one vector (d), of which the model's parameters are views."""
         return self._flat.x
 
     @property
@@ -130,49 +156,40 @@ class Worker:
 
     def moments(self) -> dict[str, Tensor]:
         if self._moment_names is None:
-            # A rank may have no state yet, where its parameters had no gradient: agree on what there is anywhere.
-            note = [self._flat.moment_names(), bool(self.optimizer.state)]
-            notes = self.comm.meet("the names of the optimizer's state", note)
+            # A rank whose parameters had no gradient yet has no optimizer state: use the names that any rank has.
+            own = [self._flat.moment_names(), bool(self.optimizer.state)]
+            notes = self.comm.meet("averaging the optimizer's state", own)
             names = sorted({name for names, _ in notes for name in names})
             if not names and not all(has_state for _, has_state in notes):
-                return {}  # the first gradient is still to come
+                return {}  # some rank has had no gradient yet, so names may still appear
             self._moment_names = names
         return self._flat.moments(self._moment_names)
 
-    @torch.no_grad()
-    def serve(self) -> None:
-        """Take part in the others' steps without data: for a rank that its method makes a dedicated server.
-
-        Returns when the others come to `consensus()`, `save()`, `load()` or the end of the block: this rank must come
-        there next, and may serve again afterwards.
-        """
-        if self.method.trains(self.rank):
-            raise RuntimeError(
-                f"worker.serve() is for a rank without data, and rank {self.rank} trains: "
-                f"{type(self.method).__name__} must be set to keep it as a server"
-            )
-        if self._lent:
-            raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
-        while self.method.await_step(self):
-            self._begin_step()
-            self.method.after_step(self)
+    # What the user calls.
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
-        """Lend the agreed model: the mean of all workers' parameters and floating buffers, integer buffers of rank 0.
+        """Sets the model to the average of all workers' models for the length of a `with` block, for evaluation.
 
-        For evaluation, on all ranks together. Afterwards this worker's own values are back, bit for bit. Inside, no
-        optimizer step may be made; a second `consensus()` inside is the same agreed model.
+        Parameters and floating-point buffers are averaged, other buffers are those of the first rank that trains. All
+        ranks call it. Afterwards this worker's own values are back, bit for bit. `optimizer.step()` is an error
+        inside; a nested `consensus()` gives the same model.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
+        ...     with worker.consensus() as averaged:
+        ...         prediction = averaged(torch.ones(3))
         """
-        if self._lent:
+        if self._in_consensus:
             yield self.model
             return
         own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
         self._pause()
         self.comm.meet("consensus()")
-        self._lent = True
+        self._in_consensus = True
         try:
-            self._agree()
+            self._average_model()
             square = (own[0] - self.x).double().square().sum().reshape(1)
             self.consensus_distance = self._control.mean(square).sqrt().item()
             yield self.model
@@ -180,10 +197,55 @@ class Worker:
             with torch.no_grad():
                 for mine, saved in zip([self.x, *self.model.buffers()], own, strict=True):
                     mine.copy_(saved)
-            self._lent = False
+            self._in_consensus = False
+
+    @torch.no_grad()
+    def serve(self) -> None:
+        """Takes part in the other ranks' steps on a rank without data, which its method keeps as a dedicated server.
+
+        Returns when the others reach `consensus()`, `save()`, `load()` or the end of the block. This rank must call the
+        same next, and may serve again afterwards.
+        """
+        if self.method.trains(self.rank):
+            raise RuntimeError(
+                f"worker.serve() is for a rank without data, and rank {self.rank} trains: "
+                f"{type(self.method).__name__} must be set to keep it as a server"
+            )
+        if self._in_consensus:
+            raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
+        while self.method.await_step(self):
+            self._begin_step()
+            self.method.after_step(self)
+
+    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Writes a checkpoint of model, optimizer, worker and random numbers of all ranks. All ranks call it.
+
+        A crash at any moment leaves the previous checkpoint or this one complete. Another version of laconic reads it
+        if its checkpoint format is the same.
+
+        Args:
+            directory: where to write; shared by all machines or local to each.
+            extra: the user's own state (schedulers, epoch, …): tensors and plain data.
+        """
+        self._pause()
+        checkpoint.save(self, Path(directory), extra or {})
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Continues from the newest complete checkpoint in `directory`. All ranks call it.
+
+        Returns:
+            The `extra` given to `save`.
+
+        Raises:
+            FileNotFoundError: there is no complete checkpoint.
+            ValueError: the checkpoint is damaged, or of another model, method, setting, number of workers or format.
+                Raised on every rank with the reason, and nothing is changed.
+        """
+        self._pause()
+        return checkpoint.load(self, Path(directory))
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters, step, and the method's state and random numbers; the optimizer has a `state_dict` of its own."""
+        """Returns parameters, step, the method's state and the generator's state; not the optimizer's state."""
         return {
             "x": self.x.clone(),
             "step": self.step,
@@ -192,25 +254,13 @@ class Worker:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank. What does not fit raises and changes nothing."""
+        """Continues from what `state_dict` returned on this rank. If it does not fit, raises and changes nothing."""
         checkpoint.require_same_form("worker", saved, self.state_dict())
         with torch.no_grad():
             self.x.copy_(saved["x"])
-        self.step, self._stepping = saved["step"], None
+        self.step, self._step_call = saved["step"], None
         self.method.load_state_dict(checkpoint.cloned(saved["method"]))
         self.generator.set_state(saved["generator"])
-
-    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Write model, optimizer and worker of all ranks, and `extra` (schedulers, epoch, …: what torch can load
-        without unpickling objects). All ranks call it. A crash at any moment leaves the checkpoint before readable."""
-        self._pause()
-        checkpoint.save(self, Path(directory), extra or {})
-
-    def load(self, directory: str | Path) -> dict[str, Any]:
-        """Go on from what `save` wrote; returns `extra`. A checkpoint that is torn, foreign or of other settings raises
-        on every rank with the reason, and nothing is changed."""
-        self._pause()
-        return checkpoint.load(self, Path(directory))
 
     def __enter__(self) -> Self:
         return self
@@ -228,40 +278,30 @@ class Worker:
             self.comm.meet("the end of the worker")
             with torch.no_grad():
                 self.method.drain(self)
-            self._agree()
+            self._average_model()
             self.comm.close()
         except BaseException as late:
             self.comm.fail(late)
             raise
 
+    # One step: the optimizer's pre-step hook, the optimizer itself, its post-step hook.
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         caller = sys._getframe(1)
-        if self._stepping is not None:
-            if is_within(self._stepping, caller):
-                return  # of a step() that calls its parent class's: torch runs all hooks for both
-            raise RuntimeError(f"optimizer.step() did not end at step {self.step}: go on from a checkpoint")
-        # torch passes the optimizer itself as args[0]; whatever else there is must be a closure.
+        if self._step_call is not None:
+            if _is_within(self._step_call, caller):
+                return  # a step() that calls its parent class's step(): torch runs all hooks for both
+            raise RuntimeError(f"optimizer.step() failed at step {self.step}: continue from a checkpoint")
+        # torch passes the optimizer itself as args[0]; any other argument must be a closure.
         if any(argument is not None and argument is not optimizer for argument in (*args, *kwargs.values())):
-            raise ValueError("optimizer.step() must be called without a closure: gradients must be there before it")
-        if self._lent:
+            raise ValueError("optimizer.step() must be called without a closure: compute gradients before calling it")
+        if self._in_consensus:
             raise RuntimeError("optimizer.step() must not be called inside consensus(): its changes would be lost")
         if not self.method.trains(self.rank):
             raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
         self._flat.check()
         self._begin_step()
-        self._stepping = caller
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if sys._getframe(1) is not self._stepping:
-            return
-        self._stepping = None
-        self._end_step()
-
-    @torch.no_grad()
-    def _end_step(self) -> None:
-        start = self.comm.now()
-        self.method.after_step(self)
-        self.meter.add_method(self.comm.now() - start)
+        self._step_call = caller
 
     @torch.no_grad()
     def _begin_step(self) -> None:
@@ -271,46 +311,28 @@ class Worker:
         self.method.before_step(self)
         self.meter.add_method(self.comm.now() - start)
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # No decorator here and on _before_step: it would add a frame between this one and optimizer.step().
+        if sys._getframe(1) is not self._step_call:
+            return
+        self._step_call = None
+        with torch.no_grad():
+            start = self.comm.now()
+            self.method.after_step(self)
+            self.meter.add_method(self.comm.now() - start)
+
     @torch.no_grad()
     def _pause(self) -> None:
         self.method.pause(self)
 
-    @torch.no_grad()
-    def _copy_from_rank_0(self) -> None:
-        if self.size == 1:
-            return
-        self._control.broadcast(self.x, out=self.x)
-        inside = {id(p) for p in self._flat.parameters}
-        for tensor in [*(p.data for p in self.model.parameters() if id(p) not in inside), *self.model.buffers()]:
-            tensor.copy_(self._control.broadcast(tensor))
-
-    @torch.no_grad()
-    def _agree(self) -> None:
-        """Make the model the agreed one, in place."""
-        if self.size == 1:
-            return
-        self._control.mean(self.x, out=self.x)
-        # A rank that does not train has nothing to say about buffers such as running statistics.
+    def _average_model(self) -> None:
         members = self.comm.members
-        trained = [rank for rank in members if self.method.trains(rank)]
-        weight = len(members) / len(trained) if self.rank in trained else 0.0
-        buffers = list(self.model.buffers())
-        floating = [buffer for buffer in buffers if buffer.is_floating_point()]
-        if floating:
-            flat = torch.cat([buffer.double().reshape(-1) for buffer in floating])
-            # A mask of −inf has no mean: where an entry is not finite, everyone keeps its own.
-            finite = flat.isfinite()
-            both = torch.cat([weight * flat.where(finite, 0.0), finite.double()])
-            mean, finite_share = self._control.mean(both).chunk(2)
-            parts = torch.split(mean.where(finite_share > 1 - 1e-9, flat), [buffer.numel() for buffer in floating])
-            for buffer, part in zip(floating, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
-        for buffer in buffers:
-            if not buffer.is_floating_point():
-                buffer.copy_(self._control.broadcast(buffer, root=trained[0]))
+        trainers = [rank for rank in members if self.method.trains(rank)]
+        average_model(self._control, self.model, self.x, trainers, members)
 
 
-def is_within(call: FrameType, frame: FrameType | None) -> bool:
+def _is_within(call: FrameType, frame: FrameType | None) -> bool:
+    """Returns whether `frame` is `call` or was called from it."""
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is call

@@ -1,11 +1,12 @@
-"""Shared by all tests: hypothesis without deadlines (the machines are shared and noisy)."""
+"""Settings for all tests."""
 
 from hypothesis import HealthCheck, settings
 
 from laconic import launch
 
-# Workers are forked with the compressors' kernels in place: half a second less for each.
-launch.PRELOAD.append("laconic.loaded")
+# Workers are forked from a process that has loaded the kernels, which saves each of them half a second.
+launch.PRELOAD.append("laconic.preload")
 
+# No deadlines: the time of an example depends on what else the machine does.
 settings.register_profile("laconic", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 settings.load_profile("laconic")

@@ -1,9 +1,10 @@
-"""A small problem that every worker sees differently, and a loop like a user's."""
+"""A small task on which every worker has its own data, and a training loop like a user's."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +14,28 @@ import laconic
 Optimize = Callable[[nn.Module], torch.optim.Optimizer]
 
 
+@dataclass
+class Silent(laconic.Method):
+    """Communicates nothing."""
+
+
+def worker_of(model: nn.Module, timeout: float = 1800.0) -> laconic.Worker:
+    """Returns a worker with plain SGD and no communication in its steps."""
+    return laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), Silent(), timeout=timeout)
+
+
 def rank() -> int:
+    """Returns this process's rank; 0 outside of `laconic.spawn`."""
     return int(os.environ.get("RANK", "0"))
 
 
-def build_model(seed: int = 0) -> nn.Module:
+def build_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    """What worker `worker` sees in its step `step`: the same wherever it is asked for."""
+    """Returns the batch of a worker in a step: the same in every process that asks for it."""
     generator = torch.Generator().manual_seed(1000 * worker + step)
     x = torch.randn(8, 6, generator=generator) + 0.3 * worker
     return x, x[:, :2].sin() + 0.1 * torch.randn(8, 2, generator=generator)
@@ -56,8 +68,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, 
 
 
 def train(method: laconic.Method, optimize: Optimize, steps: int) -> list[Tensor]:
-    """x after every step, and last the x after leaving the worker."""
-    model = build_model(seed=rank())  # each rank its own: the worker must make them equal
+    """Trains in this process and returns x after every step, and x after the end of the worker's block."""
+    model = build_model(seed=rank())  # another one on each rank: the worker must make them equal
     optimizer = optimize(model)
     path = []
     with laconic.Worker(model, optimizer, method) as worker:
@@ -68,7 +80,7 @@ def train(method: laconic.Method, optimize: Optimize, steps: int) -> list[Tensor
 
 
 def train_alone(optimize: Optimize, steps: int) -> list[Tensor]:
-    """The bare loop of one worker, without laconic."""
+    """Trains worker 0 without laconic and returns what `train` returns."""
     model = build_model()
     optimizer = optimize(model)
     path = []

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and never loaded where they do not fit."""
+"""A checkpoint is complete or does not exist, and is never loaded into a run that it does not fit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_extra_that_could_not_be_loaded_is_refused(tmp_path: Path) -> None:
 def test_a_crash_at_any_moment_leaves_a_readable_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
 ) -> None:
-    """Die in the second save: before its file, while writing, before the manifest, before the old one is removed."""
+    """Crash in the second save: before its file, while writing, before the manifest, before removing the old one."""
     worker = trained(2)
     worker.save(tmp_path)
     first = worker.x.clone()
@@ -91,7 +91,7 @@ def test_a_crash_at_any_moment_leaves_a_readable_checkpoint(
     assert len(folders(tmp_path)) == 1
 
 
-def test_a_full_disk_is_told_to_all_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_raises_on_all_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     def run() -> str:
         worker = trained(2)
         worker.save(tmp_path)
@@ -143,13 +143,25 @@ def later_format(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
 
 
+def earlier_format(folder: Path) -> None:
+    """Up to format 4 the version was in the fingerprint."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["laconic"]
+    manifest["fingerprint"]["laconic"] = "0.0.9"
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 4}))
+
+
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (damage_file, "is torn"),
-        (cut_file, "is torn"),
+        (damage_file, "is damaged"),
+        (cut_file, "is damaged"),
         (foreign_manifest, "is not a manifest of laconic"),
-        (later_format, "has format 99, and this version of laconic reads 4"),
+        (earlier_format, "has checkpoint format 4, .* the version that wrote it, laconic 0.0.9"),
+        (
+            later_format,
+            "has checkpoint format 99, and laconic .* reads format 5: go on with the version that",
+        ),
         (lambda folder: (folder / "rank-00000.pt").unlink(), "No such file"),
         (lambda folder: (folder / "manifest.json").unlink(), "no complete checkpoint of all 1 ranks"),
         (shutil.rmtree, "no complete checkpoint of all 1 ranks"),
@@ -159,6 +171,28 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path]
     trained(5).save(tmp_path)
     damage(tmp_path / "000001-step5")
     check_refused(tmp_path, match)
+
+
+def test_another_version_with_the_same_format_is_read(tmp_path: Path) -> None:
+    """Also one that did not have one of today's settings yet."""
+    worker = trained(3)
+    worker.save(tmp_path)
+    path = tmp_path / "000001-step3" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["fingerprint"]["LocalSGD.compressor"]
+    path.write_text(json.dumps(manifest | {"laconic": "9.9.9"}))
+    again = make()
+    again.load(tmp_path)
+    assert torch.equal(again.x, worker.x)
+
+
+def test_a_setting_that_is_gone_is_refused(tmp_path: Path) -> None:
+    trained(3).save(tmp_path)
+    path = tmp_path / "000001-step3" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["fingerprint"]["LocalSGD.gone"] = "3"
+    path.write_text(json.dumps(manifest))
+    check_refused(tmp_path, "differ in LocalSGD.gone: 3 in the checkpoint; None in this run")
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -180,14 +214,14 @@ def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     laconic.spawn(lambda: trained(1).save(tmp_path), 2)
-    check_refused(tmp_path, "was saved by 2 workers, and these are 1")
+    check_refused(tmp_path, "was saved by 2 workers, and this run has 1")
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
     check_refused(tmp_path / "nowhere", "no complete checkpoint of all 1 ranks is in")
 
 
-def test_a_file_torn_on_one_rank_is_refused_by_all(tmp_path: Path) -> None:
+def test_a_file_damaged_on_one_rank_is_refused_by_all(tmp_path: Path) -> None:
     def run() -> tuple[str, bool]:
         worker = trained(1)
         worker.save(tmp_path)
@@ -204,18 +238,18 @@ def test_a_file_torn_on_one_rank_is_refused_by_all(tmp_path: Path) -> None:
 
     for text, unchanged in laconic.spawn(run, 2):
         assert text.startswith("rank 1: ")
-        assert "is torn" in text
+        assert "is damaged" in text
         assert unchanged
 
 
 def test_machines_with_directories_of_their_own(tmp_path: Path) -> None:
-    """A machine that missed the newest checkpoint: all go on from the newest that all have."""
+    """One machine does not have the newest checkpoint: all continue from the newest that all have."""
 
     def run() -> int:
         own = tmp_path / f"machine-{rank()}"
         worker = trained(2)
         worker.save(own)
-        shutil.rmtree = lambda *arguments, **settings: None  # type: ignore[assignment]  # dies before it cleans up
+        shutil.rmtree = lambda *arguments, **settings: None  # type: ignore[assignment]  # a crash before it cleans up
         train_step(worker.model, worker.optimizer, worker.rank, 5)
         worker.save(own)
         if worker.rank == 0:
@@ -227,7 +261,7 @@ def test_machines_with_directories_of_their_own(tmp_path: Path) -> None:
 
 
 def test_loading_unpickles_no_objects(tmp_path: Path) -> None:
-    """A file with an object in it, and a manifest that vouches for it, is refused by torch's weights_only."""
+    """torch's weights_only refuses a file with an object in it, even if the manifest has the file's checksum."""
     import hashlib
     import pickle
 
@@ -261,8 +295,8 @@ def test_state_of_another_form_changes_nothing() -> None:
     assert worker.step == 2
 
 
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
-    """A learning rate of numpy's is an object to torch: refused now, with the checkpoint before still there."""
+def test_state_that_torch_would_not_load_is_not_saved(tmp_path: Path) -> None:
+    """A learning rate of numpy's is an object to torch: it is refused, and the previous checkpoint stays."""
     model = build_model()
     worker = laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), laconic.LocalSGD(4))
     worker.save(tmp_path)
@@ -272,7 +306,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["000001-step0"]
 
 
-def test_dropout_goes_on_as_it_would_have(tmp_path: Path) -> None:
+def test_dropout_continues_as_without_the_interruption(tmp_path: Path) -> None:
     torch.manual_seed(5)
     worker = trained(1)
     worker.save(tmp_path)

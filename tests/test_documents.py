@@ -1,4 +1,4 @@
-"""README and examples do what they say."""
+"""The code in README and examples runs and does what the text says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 
 def user() -> dict[str, Any]:
-    """What a reader of the README has already: a model, data, a loss."""
+    """Returns what a reader of the README already has: a model, data, a loss."""
     torch.manual_seed(0)
     return {
         "torch": torch,
@@ -42,7 +42,7 @@ def run(code: str) -> torch.Tensor:
     exec(code, names)
     worker = names["worker"]
     assert worker.step == 12
-    return worker.x  # type: ignore[no-any-return]
+    return worker.x
 
 
 def test_the_diff_is_a_loop_that_runs() -> None:
@@ -90,12 +90,12 @@ def test_the_table_of_methods_is_complete() -> None:
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_are_short_and_run(example: str, tmp_path: Path) -> None:
-    """As torchrun would run them (test_machines.py does so indeed); `resume` twice, so that it resumes."""
+    """Runs each example as torchrun does (test_machines.py uses torchrun itself), `resume` twice."""
     path = ROOT / "examples" / example
     assert len(path.read_text().splitlines()) < 60
     expected = {
         "quickstart.py": "step 200: loss",
-        "resume.py": "goes on after step 60",
+        "resume.py": "continues after step 60",
         "own_method.py": "averaged ",
     }
 

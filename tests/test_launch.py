@@ -1,4 +1,4 @@
-"""Workers on this machine: results, failures, and nothing left behind."""
+"""laconic.spawn: results by rank, failures with their cause, and no process left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import laconic
-from laconic.emulate import EmulationError
+from laconic.emulate import EmulationError, hosts_behind
 from tests.helpers import rank
 
 
@@ -60,7 +60,7 @@ def test_an_exception_has_its_traceback() -> None:
     assert info.value.rank == 1
 
 
-def test_the_cause_is_told_not_the_consequence() -> None:
+def test_the_worker_that_failed_first_is_reported() -> None:
     def run() -> None:
         model = torch.nn.Linear(1, 1)
         with laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=1.0), laconic.LocalSGD(1)) as worker:
@@ -107,13 +107,17 @@ def test_on_emulated_hosts() -> None:
         return os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"]
 
     try:
-        places = laconic.spawn(where, 2, link="10mbit,1gbit")
+        with hosts_behind("10mbit,1gbit", 2) as hosts:
+            places = laconic.spawn(where, 2, hosts=hosts)
     except EmulationError as error:
         pytest.skip(str(error))
     assert places == [("eth0", places[0][1])] * 2
     assert places[0][1] != "127.0.0.1"
-    with pytest.raises(ValueError, match="give either link or hosts, not both"):
-        laconic.spawn(where, 2, link="10mbit", hosts=[])
+
+
+def test_one_host_for_each_worker() -> None:
+    with pytest.raises(ValueError, match="hosts must have one entry for each of the 2 workers, not 0"):
+        laconic.spawn(rank, 2, hosts=[])
 
 
 def alive(pid: int) -> bool:
@@ -132,7 +136,7 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, sent: signal.Signals) 
         textwrap.dedent("""
         import os, signal, sys, time
         import laconic
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
         def run(folder):
             open(os.path.join(folder, f"pid-{os.getpid()}"), "w").close()
             time.sleep(60)

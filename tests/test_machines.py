@@ -1,4 +1,4 @@
-"""From one machine to many: an example launched by torchrun on two emulated hosts, as docs/machines.md says."""
+"""Several machines: an example launched by torchrun on two emulated hosts, with the commands of docs/machines.md."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def launch(address: str, endpoint: str, folder: Path) -> str:
-    """On one host: what a person types there."""
+    """Runs on one host the command that a user types there."""
     first = address == endpoint
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-id", "my-job", "--rdzv-endpoint", f"{endpoint}:29400"]
-    # Emulated hosts have no names, so each is told whether the endpoint is its own.
+    # Emulated hosts have no names, so torchrun cannot find out by itself whether the endpoint is its own address.
     command += ["--local-addr", address, "--rdzv-conf", f"is_host={int(first)}"]
     command += [str(ROOT / "examples" / "quickstart.py")]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "LOCAL_", "MASTER", "TORCHEL"))}
@@ -53,5 +53,5 @@ def test_two_machines(network: Network, tmp_path: Path) -> None:
     after = network.counters()
     assert "step 200: loss" in outputs[0] + outputs[1]
     assert (tmp_path / "quickstart.pt").exists()
-    # 25 rounds of the model's 1409 parameters, of which each of two workers sends all
+    # 25 rounds of averaging 1409 parameters; each of two workers sends all of them
     assert all(late[0] - early[0] > 25 * 4 * 1409 for early, late in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""Ranks without data: worker.serve(), and what becomes of mistakes."""
+"""Ranks without data: worker.serve(), and the errors for its wrong use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVER = 0
 
 @dataclass
 class MeanOverTrainers(laconic.Method):
-    """Rank 0 has no data; rank 1 tells it what comes."""
+    """Averages x over the ranks but 0, which has no data. Rank 1 announces to it each step and pause."""
 
     paused: bool = laconic.state(False)
 
@@ -79,7 +79,8 @@ def test_a_rank_without_data_serves_until_the_others_pause(tmp_path: Path) -> No
         assert step == 6
         assert all(torch.equal(a, b) for a, b in zip(agreed, results[0][0], strict=True))
     mean = [(a + b) / 2 for a, b in zip(results[1][2], results[2][2], strict=True)]
-    for a, b in zip(results[0][0][1:], mean, strict=True):  # the server's own statistics do not count
+    # The server's own running statistics do not count.
+    for a, b in zip(results[0][0][1:], mean, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype))
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import laconic
+from laconic.emulate import hosts_behind
 from laconic.emulate.links import parse_link
 
 WARM_UP = 3
@@ -58,7 +59,8 @@ def main() -> None:
     parser.add_argument("--nbytes", type=int, default=702528, help="bytes one way, of all ranks' chunks together")
     parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
-    ranks = laconic.spawn(work, arguments.workers, arguments.nbytes, arguments.rounds, link=arguments.link)
+    with hosts_behind(arguments.link, arguments.workers) as hosts:
+        ranks = laconic.spawn(work, arguments.workers, arguments.nbytes, arguments.rounds, hosts=hosts)
     fraction = (arguments.workers - 1) / arguments.workers
     least_ms = 2 * fraction * arguments.nbytes * 8e3 / parse_link(arguments.link).bits_per_second
     print(f"{arguments.workers} workers, {arguments.link}, {arguments.nbytes} bytes each way: ", end="")

@@ -23,6 +23,7 @@ from torch.optim import Adam, Optimizer
 import laconic
 from laconic.bench.run import PRELOAD
 from laconic.bench.strategies import parse_contender
+from laconic.emulate import hosts_behind
 from laconic.emulate.links import parse_link
 from laconic.tasks.fashion import Fashion
 from laconic.tasks.task import Shard
@@ -97,7 +98,8 @@ class Result:
 
 
 def measure(workers: int, link: str, ways: list[str], fused: bool, steps: int, rounds: int) -> dict[str, Result]:
-    ranks = laconic.spawn(work, workers, ways, fused, steps, rounds, link=link, preload=PRELOAD)
+    with hosts_behind(link, workers) as hosts:
+        ranks = laconic.spawn(work, workers, ways, fused, steps, rounds, hosts=hosts, preload=PRELOAD)
     results = {}
     for way in ways:
         by_turn = list(zip(*(rank[way] for rank in ranks), strict=True))

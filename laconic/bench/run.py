@@ -24,10 +24,11 @@ from torch import Tensor
 import laconic
 from laconic.bench.record import Point, Record, StepTime
 from laconic.bench.strategies import Contender, Reading
+from laconic.emulate import hosts_behind
 from laconic.launch import WorkerFailed, spawn
 from laconic.tasks import Task
 
-PRELOAD = ["laconic.loaded", "laconic.bench.run"]
+PRELOAD = ["laconic.preload", "laconic.bench.run"]
 WARM_UP_STEPS = 3  # they open connections and fill caches, so the average step time excludes them
 
 
@@ -104,9 +105,10 @@ def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Recor
     record = _new_record(contender, plan)
     with tempfile.TemporaryDirectory(prefix="laconic-") as folder:
         try:
-            reports = spawn(
-                _train, plan.workers, contender, plan, Path(folder), progress, link=plan.link, preload=PRELOAD
-            )
+            with hosts_behind(plan.link, plan.workers) as hosts:
+                reports = spawn(
+                    _train, plan.workers, contender, plan, Path(folder), progress, hosts=hosts, preload=PRELOAD
+                )
         except WorkerFailed as failure:
             record.status, record.reason = "failed", str(failure)
             return record

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,14 +38,17 @@ def test_kernels_are_for_main_memory_and_fp32():
 
 
 def package(root):
-    """One as laconic is, with what numba has compiled of it, and something that is not of any kernel."""
+    """Writes a package with two kernel files, a module they take a constant from, one they do not use, and a cache."""
     for folder in ("compress/kernels", "methods"):
         (root / folder / "__pycache__").mkdir(parents=True)
-    sources = [root / "compress/kernels/bits.py", root / "methods/windows_kernels.py", root / "methods/common.py"]
-    for source in sources:
-        source.write_text("a = 1\n")
+    kernels = [root / "compress/kernels/bits.py", root / "methods/windows_kernels.py"]
+    kernels[0].write_text("from numba import njit\n")
+    kernels[1].write_text("import numba\nfrom laconic.methods.windows import BLOCK\n")
+    others = [root / "methods/windows.py", root / "methods/common.py"]
+    for source in others:
+        source.write_text("BLOCK = 1\n")
     compiled = {}
-    for source in sources:
+    for source in [*kernels, *others]:
         compiled[source.stem] = source.parent / "__pycache__" / f"{source.stem}.run-7.py311.nbi"
         compiled[source.stem].write_bytes(b"")
     return compiled
@@ -59,12 +63,20 @@ def test_a_change_anywhere_makes_all_kernels_compile_again(tmp_path):
 
     compiled["bits"].write_bytes(b"")
     compiled["windows_kernels"].write_bytes(b"")
-    (tmp_path / "methods/common.py").write_text("a = 2\n")
+    (tmp_path / "methods/common.py").write_text("BLOCK = 2\n")
     backend.forget_stale_kernels(tmp_path)
-    assert compiled["bits"].exists(), "nothing has changed in any kernel"
+    assert compiled["bits"].exists(), "no kernel uses anything of methods/common.py"
 
-    for changed in ("compress/kernels/bits.py", "compress/quantizers.py", "methods/windows.py"):
+    for changed in ("compress/kernels/bits.py", "methods/windows.py"):
         compiled["windows_kernels"].write_bytes(b"")
-        (tmp_path / changed).write_text("a = 2\n")
+        (tmp_path / changed).write_text("import numba\nBLOCK = 2\n")
         backend.forget_stale_kernels(tmp_path)
         assert not compiled["windows_kernels"].exists()
+
+
+def test_the_sources_of_all_kernels_are_found():
+    """A module without `import numba` that a kernel imports from, and kernels outside of laconic/compress."""
+    package = Path(backend.__file__).parents[1]
+    names = {str(source.relative_to(package)) for source in backend.kernel_sources(package)}
+    assert {"compress/kernels/bits.py", "compress/quantizers.py", "tasks/data/archive.py"} <= names
+    assert "worker.py" not in names

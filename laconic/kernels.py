@@ -1,0 +1,60 @@
+"""Compiles the numba kernels of the whole package ahead of time.
+
+Kernels are compiled at first use otherwise, and then kept in numba's cache on disk. Even from the cache, loading them
+takes half a second per process; a process that loads them before it forks its workers pays that once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic import anchor
+from laconic.compress.feedback import encode_with_feedback
+from laconic.compress.quantizers import Uniform
+from laconic.compress.spec import NAMES
+from laconic.methods import common, windows
+from laconic.methods.carried import Codes
+
+
+def warm_up() -> None:
+    """Compiles every kernel, or loads it from numba's cache, by running it once on a small vector.
+
+    Takes a minute or so if nothing is cached, half a second otherwise.
+    """
+    x = torch.linspace(-1, 1, 1 << 16)  # the smallest size at which the anchor uses its kernels
+    _run_compressors(x)
+    _run_anchor(x)
+    _run_divisible(x)
+
+
+def _run_compressors(x: Tensor) -> None:
+    for compressor in [*(kind() for kind in NAMES.values()), Uniform(stochastic=True)]:
+        code = encode_with_feedback(compressor, x, torch.zeros_like(x))
+        compressor.encode(x)
+        compressor.decode(code, x.numel())
+        compressor.decode_add(code, torch.zeros_like(x))
+        compressor.encode_difference(x, -x)
+        compressor.settle([code], [1.0], 0, x.clone(), x.clone())
+
+
+def _run_anchor(x: Tensor) -> None:
+    laid, _ = anchor.lay_anchor(x)
+    anchor.squared_distance(x, laid)
+    anchor.move_anchor(x, laid)
+
+
+def _run_divisible(x: Tensor) -> None:
+    kernels = common.find_kernels(x)
+    if not kernels:
+        return
+    vectors = kernels.arrays_of(windows.Vectors(*(x.square() for _ in windows.Vectors._fields)))
+    window = windows.Window.of({}, [windows.Step(1e-3, 0.9, 0.999, 1e-8, 0.0)], 0, [0.0])
+    runs = [windows.Run(slice(0, x.numel()), 0.5, 0.0)]
+    cuts = [windows.Cut(slice(0, x.numel()), window, window)]
+    gain = kernels.gain(vectors, runs)
+    kernels.make_up(vectors, gain, gain, cuts, None, False, False)
+    uniform = Uniform(4)
+    least, code = windows.least_units(x), torch.empty(uniform.nbytes(x.numel()), dtype=torch.uint8)
+    kernels.encode(vectors, runs, uniform, 0, least, code)
+    kernels.settle(vectors, Codes(uniform, [code], [1.0], 0, 0), cuts, least, False, False)
