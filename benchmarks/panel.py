@@ -12,18 +12,17 @@ the mean of their models) and the candidates for Divisible:
                `delay` steps later
     stretched  the same, and each worker's Adam step is multiplied by ρ = √(V/v), where V is the second moment of its
                local gradient and v that of the mean gradient, estimated from V and m alone: the library's rule
-    common_v   the same moves, divided by one v̂ for all workers. `oracle` takes the true v of the mean gradient (which no
-               link could carry): an upper bound; `estimated` derives v̂ from the averaged moves
+    common_v   the same moves, divided by one v̂ for all workers. `oracle` takes the true v of the mean gradient, which
+               no link could carry; `estimated` derives v̂ from the averaged moves
     replay     gains of m are averaged, and all workers replay Adam on the mean gradient; `v̂` from the gains
 
-Reported per cell: the metric at the end against `full`, and the worst lead of `never` at any evaluation from step 40 on.
+Per cell: the metric at the end against `full`, and the worst lead of `never` at any evaluation from step 40 on.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import time
@@ -91,7 +90,9 @@ class Problem:
             p.data, p.grad, start = self.x[span].view_as(p), self._g[span].view_as(p), span.stop
         decay = 0.1 if is_gpt else self.task.weight_decay if self.task.optimizer == "adamw" else 0.0
         only_matrices = [decay if p.dim() > 1 or not is_gpt else 0.0 for p in self.parameters]
-        self.decay = torch.cat([torch.full((p.numel(),), w) for p, w in zip(self.parameters, only_matrices)])
+        self.decay = torch.cat(
+            [torch.full((p.numel(),), w) for p, w in zip(self.parameters, only_matrices, strict=True)]
+        )
         self._shards = [self.task.load(rank, cell.workers, cell.seed) for rank in range(cell.workers)]
         self._buffers = [[b.clone() for b in self.model.buffers()] for _ in range(cell.workers)]
 
@@ -245,8 +246,8 @@ class Never(Local):
 
 
 class Stretched(Local):
-    """v/V = 1 − (1 − 1/n)(1 − Q/V)/(1 − κ₀): of V a share is common to all workers, and the rest is noise that a mean of
-    n gradients divides by n. Q is the second moment of m̂, in which noise alone leaves κ₀ = (1−β₁)/(1+β₁) of V."""
+    """v/V = 1 − (1 − 1/n)(1 − Q/V)/(1 − κ₀): of V a share is common to all workers, and the rest is noise that a mean
+    of n gradients divides by n. Q is the second moment of m̂, in which noise alone leaves κ₀ = (1−β₁)/(1+β₁) of V."""
 
     def __init__(self, cell: Cell, problem: Problem) -> None:
         super().__init__(cell, problem)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laconic import anchor
 from laconic.compress.feedback import encode_with_feedback
 from laconic.compress.quantizers import Uniform
 from laconic.compress.spec import NAMES
-from laconic.methods import common, windows
-from laconic.methods.carried import Codes
+from laconic.methods.averaging import anchor
+from laconic.methods.divisible import stretch
 
 
 def warm_up() -> None:
@@ -39,22 +38,14 @@ def _run_compressors(x: Tensor) -> None:
 
 
 def _run_anchor(x: Tensor) -> None:
-    laid, _ = anchor.lay_anchor(x)
+    laid, _ = anchor.make_anchor(x)
     anchor.squared_distance(x, laid)
     anchor.move_anchor(x, laid)
 
 
 def _run_divisible(x: Tensor) -> None:
-    kernels = common.find_kernels(x)
-    if not kernels:
-        return
-    vectors = kernels.arrays_of(windows.Vectors(*(x.square() for _ in windows.Vectors._fields)))
-    window = windows.Window.of({}, [windows.Step(1e-3, 0.9, 0.999, 1e-8, 0.0)], 0, [0.0])
-    runs = [windows.Run(slice(0, x.numel()), 0.5, 0.0)]
-    cuts = [windows.Cut(slice(0, x.numel()), window, window)]
-    gain = kernels.gain(vectors, runs)
-    kernels.make_up(vectors, gain, gain, cuts, None, False, False)
-    uniform = Uniform(4)
-    least, code = windows.least_units(x), torch.empty(uniform.nbytes(x.numel()), dtype=torch.uint8)
-    kernels.encode(vectors, runs, uniform, 0, least, code)
-    kernels.settle(vectors, Codes(uniform, [code], [1.0], 0, 0), cuts, least, False, False)
+    factors = stretch.Factors.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, count=1, steps=1, workers=2)
+    if kernels := stretch.find_kernels(x):
+        vectors = [x.square().numpy() for _ in range(4)]
+        kernels.refresh(*vectors[:2], *factors)
+        kernels.stretch(*vectors, *factors)

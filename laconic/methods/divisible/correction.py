@@ -1,8 +1,8 @@
 """Corrects local gradients by the mean gradient as last known, for workers that hold different kinds of data.
 
 The idea is SCAFFOLD's (Karimireddy et al., arXiv 1910.06378): a worker adds the difference between the mean gradient of
-all workers and its own, both over the last window, to its gradients. Then all workers move alike. The corrections of all
-workers sum to zero.
+all workers and its own, both over the last window, to its gradients. Then all workers move alike. The corrections of
+all workers sum to zero.
 """
 
 from __future__ import annotations

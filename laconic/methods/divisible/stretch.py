@@ -90,7 +90,7 @@ class Stretch:
         self._numels = [p.numel() for p in worker.parameters]
         self._workers = worker.comm.size
         self._v = worker.x[:0]  # the optimizer's, from the first step on
-        self._kernels = _find_kernels(worker.x)
+        self._kernels = find_kernels(worker.x)
 
     def after_step(self, worker: Replica, renewed: slice, steps: int) -> None:
         """Stretches the step just made, and refreshes Q in the entries `renewed`, last done `steps` steps ago."""
@@ -171,7 +171,7 @@ def _steps_so_far(optimizer: torch.optim.Optimizer, parameter: torch.nn.Paramete
     return int(state["step"]) if "step" in state else 0
 
 
-def _find_kernels(x: Tensor) -> ModuleType | None:
+def find_kernels(x: Tensor) -> ModuleType | None:
     if kernels_for(x) is None:
         return None
     from laconic.methods.divisible import stretch_numba
