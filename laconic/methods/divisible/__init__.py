@@ -125,6 +125,8 @@ class Divisible(Method):
         self._pace: Pace | None = None
         self._stretch: Stretch | None = None
         self._correction: Correction | None = None
+        self._foreground: dict[int, GatheredMean | PlainMean] = {}  # by the length of the block: all but the last agree
+        self._background: dict[tuple[int, int, Compressor | None, bool], CodedMean | PlainMean] = {}
         self._left: float | None = None  # when the last step was over
         if comm.size == 1:
             return
@@ -202,11 +204,12 @@ class Divisible(Method):
         if any(overlap(block, flight.piece) for flight in self._flights):
             return None  # the background is about to average these entries
         quantized = self._hops == 1 and self.background is not None
-        mean = (
-            GatheredMean(worker.comm, block.start, block.stop, FOREGROUND, name="move")
-            if quantized
-            else PlainMean(worker.comm)
-        )
+        numel = block.stop - block.start
+        if numel not in self._foreground:
+            self._foreground[numel] = (
+                GatheredMean(worker.comm, 0, numel, FOREGROUND, name="move") if quantized else PlainMean(worker.comm)
+            )
+        mean = self._foreground[numel]
         transfer = mean.send(self._unsent(worker, block), step=worker.step)
         return Flight(block, worker.step, [mean], [transfer])
 
@@ -226,6 +229,13 @@ class Divisible(Method):
         self._flights.append(Flight(piece, worker.step + self.delay, means, transfers))
 
     def _mean(self, piece: slice, code: Compressor | None, *, is_move: bool) -> CodedMean | PlainMean:
+        """Returns what averages this piece; made once, since a sweep repeats its pieces."""
+        key = (piece.start, piece.stop, code, is_move)
+        if key not in self._background:
+            self._background[key] = self._make_mean(piece, code, is_move)
+        return self._background[key]
+
+    def _make_mean(self, piece: slice, code: Compressor | None, is_move: bool) -> CodedMean | PlainMean:
         name = "move" if is_move else "gradient"
         if code is None:
             return PlainMean(self._channel)
@@ -282,6 +292,7 @@ class Divisible(Method):
 
     def _recut(self, worker: Replica) -> None:
         """Pieces or their owners change: nothing may be left that was cut the old way."""
+        self._background.clear()
         if self._hops == 2:
             self.drain(worker)
         if self._correction is not None:
