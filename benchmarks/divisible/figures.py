@@ -10,8 +10,9 @@
     python benchmarks/divisible/figures.py slow                          (as root; 25 minutes with ddp)
     python benchmarks/divisible/figures.py slow --contenders none divisible powersgd
 
-`speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `slow` compares methods and baselines with four
-workers on links of 100 Mbit/s, interleaved by seed, with `--fused` also with torch's fused Adam. `--out` keeps runs.jsonl.
+`speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `slow` compares methods and baselines with
+four workers on links of 100 Mbit/s, interleaved by seed, with `--fused` with torch's fused Adam. `--out` keeps
+runs.jsonl.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CACHES_NBYTES = 1 << 28  # larger than any cache
 
 
 class Echo(Solo):
-    """Simulates two identical workers on a network that costs nothing but the copies that every implementation makes."""
+    """Simulates two identical workers on a network that costs nothing but the copies that any implementation makes."""
 
     size = 2
 

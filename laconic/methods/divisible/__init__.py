@@ -34,8 +34,9 @@ GRADIENT = Log(4)  # of the correction: gradients spread over powers of ten, whe
 # Up to this many workers, quantized messages go from all to all (one hop) by default. Two hops send fewer bytes from
 # three workers on, but apply an average a `delay` later and quantize it twice.
 FEW = 4
-LEAST_PERIOD = 4  # of "auto": shorter ones cost more computing than fresher averages are worth
-LEAST_PERIOD_FP32 = 2
+# The shortest periods of "auto": shorter ones cost more computing than fresher averages are worth. On non-iid data
+# freshness is worth more, and fp32 needs no computing.
+LEAST_PERIOD, LEAST_PERIOD_CORRECTED = 4, 2
 SMOOTHING = 0.9  # of the metric `waiting`, from step to step
 
 
@@ -59,7 +60,8 @@ class Divisible(Method):
     Args:
         ratio: R; the foreground message has ⌈d/R⌉ entries. It hardly changes the result (docs).
         period: H, the number of steps in which the background sends every entry once. "auto" measures computing and
-            the link and takes the shortest period, from 4 on, that stays hidden. None: no background.
+            the link and takes the shortest period, from 4 on (2 with `corrected` or fp32), that stays hidden. None: no
+            background.
         background: a compressor for the background, or None for fp32. "auto": `Uniform(4)`; if the period is "auto" too
             and the link is too slow for it, `Pick(7)`.
         corrected: adds the difference between the mean gradient and the local gradient, as last known, to local
@@ -147,7 +149,8 @@ class Divisible(Method):
             if self.background is not None:
                 choices = QUANTIZERS if self.background == "auto" else (self.background,)
                 sizes = [float(code.nbytes(worker.x.numel())) for code in choices]
-            least = LEAST_PERIOD_FP32 if self.background is None else LEAST_PERIOD
+            is_short = self.background is None or self.corrected
+            least = LEAST_PERIOD_CORRECTED if is_short else LEAST_PERIOD
             self._pace = Pace(comm, max(least, self._journey), self.max_period, sizes, worker.x.device)
 
     @property
