@@ -422,8 +422,8 @@ def screen() -> list[Cell]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields the lines of a Markdown table: for every cell the metric and its gap to full communication at the end (loss
-    in percent, accuracy in points; below 0 is better for a loss and worse for an accuracy), and the worst gap to
+    """Yields the lines of a Markdown table: for every cell the metric and its gap to full communication at the end
+    (loss in percent, accuracy in points; below 0 is better for a loss and worse for an accuracy), and the worst gap to
     `never`."""
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
