@@ -1,7 +1,7 @@
 """Screens rules for rolling background averages with Adam on a panel of tasks, in one process and without a network.
 
     LACONIC_DATA=… python benchmarks/panel.py run --task gpt --rule stretched --workers 4 --period 4 --code uniform:4
-    LACONIC_DATA=… python benchmarks/panel.py screen --out panel.jsonl         (all cells; hours on two cores)
+    LACONIC_DATA=… python benchmarks/panel.py screen --out panel.jsonl     (all cells that the file lacks; hours)
     python benchmarks/panel.py table panel.jsonl
 
 A cell is a task, a partition of its data, a number of workers, a period, a code, a learning rate and a seed. Every rule
@@ -27,8 +27,8 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic import compress, tasks
-from laconic.tasks.task import Task, evaluating
+from laconic.tasks.task import Task, evaluation_mode
 
 BETA1, EPS = 0.9, 1e-8
 
@@ -132,9 +132,9 @@ def translation_loss(model: nn.Module) -> float:
     arrays = translate.text.MULTI30K.arrays()
     order = np.argsort(np.diff(arrays["test_source_offsets"]), kind="stable")
     total, count = 0.0, 0
-    with evaluating(model):
+    with evaluation_mode(model):
         for part in np.array_split(order, 8):
-            source, target = (translate.sentences(arrays, f"test_{side}", part) for side in ("source", "target"))
+            source, target = (translate.padded_sentences(arrays, f"test_{side}", part) for side in ("source", "target"))
             pieces = int((target[:, 1:] != translate.PAD).sum())
             total += pieces * translate.cross_entropy(model, (source, target), label_smoothing=0.0).item()
             count += pieces
@@ -390,6 +390,69 @@ def run(cell: Cell) -> dict[str, Any]:
     return {**dataclasses.asdict(cell), "curve": curve, "seconds": round(time.time() - began)}
 
 
+def screen() -> list[Cell]:
+    """Returns the cells of the recorded panel: all rules in the middle of every task, and one factor at a time around
+    it for full communication and the library's rule."""
+    four_bits = Cell(code="uniform:4")
+    candidates = ["stretched", "replay", "local"]
+    cells = []
+    for task in STEPS:
+        cells += [Cell(task, rule) for rule in ("full", "never")]
+        cells += [replace(four_bits, task=task, rule=rule) for rule in candidates]
+        cells += [Cell(task, "common_v", v_hat=v_hat) for v_hat in ("oracle", "estimated")]
+    for task in ("fashion", "gpt"):
+        other = {"fashion": "classes:2", "gpt": "contiguous"}[task]
+        middle = replace(four_bits, task=task)
+        around: list[dict[str, Any]] = [
+            {"workers": 2},
+            {"workers": 8},
+            {"lr": RATES[task] / 2},
+            {"lr": RATES[task] * 2},
+        ]
+        around += [{"seed": 1}, {"partition": other}]
+        for change in around:
+            cells += [replace(middle, **change), replace(middle, rule="full", code="identity", **change)]
+            cells += [replace(middle, rule="never", code="identity", **change)]
+        cells += [replace(middle, period=period) for period in (1, 8, 16)]
+        cells += [replace(middle, code="pick:7")]
+    unequal = replace(four_bits, task="fashion", partition="classes:2")
+    cells += [replace(unequal, rule="replay")]
+    cells += [replace(unequal, corrected=True, period=p, lr=lr) for p in (4, 2) for lr in (1e-3, 2e-3)]
+    return list(dict.fromkeys(cells))
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yields the lines of a Markdown table: for every cell the metric and its gap to full communication at the end
+    (loss in percent, accuracy in points; below 0 is better for a loss and worse for an accuracy), and the worst gap to
+    `never`."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("task", "workers", "lr", "partition", "seed", "steps"))
+
+    by_rule = {(key(row), row["rule"]): row for row in rows if row["rule"] in ("full", "never")}
+    yield "| task | data | rule | workers | period | code | learning rate | seed | end | to full | worst to never |"
+    yield "|---" * 11 + "|"
+    for row in sorted(rows, key=lambda row: (row["task"], row["partition"], row["workers"], row["lr"], row["rule"])):
+        by_loss = row["task"] not in ("fashion", "cifar10")
+        column = 2 if by_loss else 1
+
+        def gap(point: list[float], other: list[float], by_loss: bool = by_loss, column: int = column) -> float:
+            return 100 * (point[column] / other[column] - 1 if by_loss else point[column] - other[column])
+
+        full, never = (by_rule.get((key(row), rule)) for rule in ("full", "never"))
+        last = row["curve"][-1]
+        to_full = f"{gap(last, full['curve'][-1]):+.2f} {'%' if by_loss else 'points'}" if full else "–"
+        gaps = [gap(a, b) for a, b in zip(row["curve"], never["curve"], strict=True)] if never else []
+        worst = f"{(max if by_loss else min)(gaps):+.2f}" if gaps and row["rule"] not in ("full", "never") else "–"
+        name = row["rule"] + (", corrected" if row["corrected"] else "")
+        name += f", {row['v_hat']} v̂" if row["rule"] == "common_v" else ""
+        rate = row["lr"] or RATES[row["task"]]
+        yield (
+            f"| {row['task']} | {row['partition']} | {name} | {row['workers']} | {row['period']} | {row['code']} | "
+            f"{rate:g} | {row['seed']} | {last[column]:.4f} | {to_full} | {worst} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -400,16 +463,26 @@ def main() -> None:
             one.add_argument(f"--{field.name}", action="store_true")
         else:
             one.add_argument(f"--{field.name}", type=kind, default=field.default)
-    one.add_argument("--out", type=Path)
+    every = commands.add_parser("screen")
+    for command in (one, every):
+        command.add_argument("--out", type=Path)
+    commands.add_parser("table").add_argument("file", type=Path)
     options = vars(parser.parse_args())
-    options.pop("command")
-    out = options.pop("out")
-    line = json.dumps(run(Cell(**options)))
-    if out is None:
-        print(line)
-    else:
-        with out.open("a") as file:
-            file.write(line + "\n")
+    command, out = options.pop("command"), options.pop("out", None)
+    if command == "table":
+        rows = [json.loads(line) for line in options["file"].read_text().splitlines()]
+        print(*table(rows), sep="\n")
+        return
+    done = [] if out is None or not out.exists() else [json.loads(line) for line in out.read_text().splitlines()]
+    names = [field.name for field in dataclasses.fields(Cell)]
+    known = {Cell(**{name: row[name] for name in names}) for row in done}
+    for cell in [Cell(**options)] if command == "run" else [cell for cell in screen() if cell not in known]:
+        line = json.dumps(run(cell))
+        if out is None:
+            print(line, flush=True)
+        else:
+            with out.open("a") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":

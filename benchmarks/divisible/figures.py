@@ -1,19 +1,18 @@
-"""What Divisible costs and buys: its own work, seconds a step where links are slow, accuracy at equal steps.
+"""Measures what Divisible costs and gains: overhead, seconds per step on slow links, accuracy at equal steps.
 
-    python benchmarks/divisible.py own-work --d 25000000
-    python benchmarks/divisible.py small
-    python benchmarks/divisible.py speed --figure cifar10            (as root: links are emulated)
-    python benchmarks/divisible.py accuracy --task fashion --ratio 1024
-    python benchmarks/divisible.py accuracy --task fashion --partition classes:2 --ratio 128
-    python benchmarks/divisible.py accuracy --task cifar10 --steps 1000 --rates 2e-3 4e-3 8e-3
-    python benchmarks/divisible.py accuracy --task translate --ratio 128 --steps 500 --rates 3e-3 6e-3
-    python benchmarks/divisible.py accuracy --task fashion --ways divisible+ratio=1024 --rho 6.0
+    python benchmarks/divisible/figures.py overhead --d 25000000
+    python benchmarks/divisible/figures.py small
+    python benchmarks/divisible/figures.py speed --figure cifar10        (as root: links are emulated)
+    python benchmarks/divisible/figures.py accuracy --task fashion --ratio 1024
+    python benchmarks/divisible/figures.py accuracy --task fashion --partition classes:2 --corrected
+    python benchmarks/divisible/figures.py accuracy --task cifar10 --steps 1000 --rates 4e-3 8e-3
+    python benchmarks/divisible/figures.py accuracy --task translate --ratio 128 --steps 500 --rates 3e-3
+    python benchmarks/divisible/figures.py slow                          (as root; 25 minutes with ddp)
+    python benchmarks/divisible/figures.py slow --contenders none divisible powersgd
 
-    python benchmarks/divisible.py slow                              (as root; with ddp 25 minutes)
-    python benchmarks/divisible.py slow --fused --ways none divisible powersgd
-
-`speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `slow` compares ways of training with four
-workers on links of 100 Mbit/s, by turns for each seed, also with torch's fused Adam. `--out` keeps runs.jsonl.
+`speed` takes the paper's four pairs of ρ and ratio (`--figure`, or all). `slow` compares methods and baselines with
+four workers on links of 100 Mbit/s, interleaved by seed, with `--fused` with torch's fused Adam. `--out` keeps
+runs.jsonl.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import argparse
 import dataclasses
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from efficient_adam_step import FusedFashion
 from torch import Tensor
 
 import laconic
@@ -41,11 +40,14 @@ from laconic.comm import Pending, Solo
 from laconic.comm.solo import Arrived
 from laconic.tasks.fashion import Fashion
 
-CACHES_NBYTES = 1 << 28  # more than any
+sys.path.append(str(Path(__file__).parents[1] / "efficient_adam"))
+from step import FusedFashion
+
+CACHES_NBYTES = 1 << 28  # larger than any cache
 
 
 class Echo(Solo):
-    """Two workers that are alike, on a network without cost but the copies that any implementation makes."""
+    """Simulates two identical workers on a network that costs nothing but the copies that any implementation makes."""
 
     size = 2
 
@@ -64,16 +66,18 @@ class Echo(Solo):
         return Arrived([x.clone(), x])
 
 
-def own_work(d: int, method: laconic.Divisible) -> dict[str, Any]:
-    """CPU seconds of the method in a step, over those of a copy of the vector (one thread, medians): as in training,
-    where what computing needs is in the caches instead; and again right after one another, with what is left there."""
+def overhead(d: int, method: laconic.Divisible) -> dict[str, Any]:
+    """Returns the CPU time of the method in a step over that of a copy of the vector (one thread, medians).
+
+    "cold" empties the caches before each step and each copy, as computing does in training; "warm" does not.
+    """
     torch.set_num_threads(1)
     model = torch.nn.Linear(d, 1, bias=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     model.weight.grad = torch.ones_like(model.weight)
     elsewhere = torch.zeros(CACHES_NBYTES // 4)
     with laconic.Worker(model, optimizer, method, comm=Echo()) as worker, torch.no_grad():
-        optimizer.step()  # the moments are there from here on
+        optimizer.step()  # creates the optimizer's state
         other = torch.empty_like(worker.x)
         sweep = method.period if isinstance(method.period, int) else 1
 
@@ -87,14 +91,14 @@ def own_work(d: int, method: laconic.Divisible) -> dict[str, Any]:
         work: dict[str, Any] = {}
         for state in ("cold", "warm"):
             copies, steps = [], []
-            for _ in range(9):  # by turns: the machine's speed varies
+            for _ in range(9):  # interleaved: the machine's speed varies
                 for jobs, job, times in ((copies, lambda: other.copy_(worker.x), 3), (steps, step, sweep)):
                     for _ in range(times):
                         if state == "cold":
                             elsewhere.add_(1)
                         jobs.append(cpu_seconds(job))
             copy = statistics.median(copies)
-            # Pieces of a sweep may differ, so it is their mean; of sweeps, the median.
+            # The mean over the pieces of a sweep, which may differ; the median over sweeps.
             sweeps = [statistics.fmean(steps[i : i + sweep]) for i in range(0, len(steps), sweep)]
             work |= {f"{state}_copy_ms": round(1e3 * copy, 3), state: round(statistics.median(sweeps) / copy, 2)}
     return work
@@ -104,8 +108,8 @@ SCALES = (1.0, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
 
 
 def small(background: str, steps: int = 300) -> list[float]:
-    """How far coordinates move whose gradients are small beside those of others in their block of a code: the mean
-    step in learning rates, by scale. Gradients are as large as their noise, and two workers have the same."""
+    """Returns how far coordinates move whose gradients are small compared with others in their block: the mean step in
+    learning rates, by the scale of the gradient. Signal and noise are equally large."""
 
     def run() -> list[float]:
         torch.set_num_threads(1)
@@ -116,9 +120,7 @@ def small(background: str, steps: int = 300) -> list[float]:
         optimizer = torch.optim.Adam(model.parameters(), lr=lr)
         method: laconic.Method = laconic.AllReduce()
         if background != "allreduce":
-            method = laconic.Divisible(
-                1024, 4, background=None if background == "identity" else compress.parse(background)
-            )
+            method = laconic.Divisible(1024, 4, None if background == "identity" else compress.parse(background))
         with laconic.Worker(model, optimizer, method) as worker:
             for step in range(steps):
                 generator = torch.Generator().manual_seed(10 * step + worker.rank)
@@ -138,13 +140,13 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 @dataclasses.dataclass
 class Barrier(laconic.Method):
-    """Waits for the others in each step and tells them nothing."""
+    """Waits for the others in every step, and sends nothing else."""
 
     def after_step(self, worker: laconic.Replica) -> None:
         worker.comm.mean(torch.zeros(1))
 
 
-def find_way(name: str) -> Contender:
+def find_contender(name: str) -> Contender:
     return Contender(name, name, MethodStrategy(Barrier())) if name == "barrier" else parse_contender(name)
 
 
@@ -154,7 +156,7 @@ class Figure:
 
     task: tasks.Task
     rho: float
-    divisible: str  # the way
+    divisible: str  # the contender
     goal: float  # speed-up over full communication without overlap: 90 % of the paper's
 
 
@@ -163,13 +165,13 @@ FIGURES = {
     "cifar10-non-iid": Figure(
         tasks.find_task("fashion")(batch_size=512, partition="classes:2"),
         5.7,
-        "divisible+ratio=128",
+        "divisible+ratio=128+corrected=true",
         5.8,
     ),
     "imagenet": Figure(tasks.find_task("fashion")(batch_size=512), 2.6, "divisible+ratio=64", 3.2),
     "wmt16": Figure(tasks.find_task("translate")(batch_size=32), 6.4, "divisible+ratio=128", 6.3),
 }
-# What the accuracy is measured on, where it is not the task as it is.
+# Settings of tasks for `accuracy`, where they are not the defaults.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cifar10": {"model": "resnet8", "optimizer": "adam", "weight_decay": 0.0},
 }
@@ -183,12 +185,12 @@ STEPS = {
 
 
 def speed(figure: Figure, workers: int, seed: int, out: Path | None) -> None:
-    """Seconds a step of each way, in one go over one link rate."""
+    """Prints milliseconds per step of every contender, all on the same link rate."""
     plan = Plan(figure.task, workers, 1, seed, evaluations=4, rho=figure.rho)
     plan = dataclasses.replace(plan, link=rate_for(figure.rho, plan))
-    ways = {name: find_way(figure.divisible if name == "divisible" else name) for name in STEPS}
+    contenders = {name: find_contender(figure.divisible if name == "divisible" else name) for name in STEPS}
     seconds, waiting = {}, {}
-    records = {name: keep(run(ways[name], dataclasses.replace(plan, steps=STEPS[name])), out) for name in STEPS}
+    records = {name: keep(run(contenders[name], dataclasses.replace(plan, steps=STEPS[name])), out) for name in STEPS}
     for name, record in records.items():
         begin, end = record.points[0], record.points[-1]
         seconds[name] = (end.seconds - begin.seconds) / (end.step - begin.step)
@@ -204,26 +206,26 @@ def speed(figure: Figure, workers: int, seed: int, out: Path | None) -> None:
     )
 
 
-def slow(task: tasks.Task, ways: Sequence[str], workers: int, steps: int, seeds: range, out: Path | None) -> None:
-    """Seconds a step and to 85 % on a slow network."""
-    print("| way | seed | ms a step | steps to 85 % | seconds to 85 % | accuracy | period | bits |")
+def slow(task: tasks.Task, contenders: Sequence[str], workers: int, steps: int, seeds: range, out: Path | None) -> None:
+    """Prints milliseconds per step and seconds to 85 % on a slow network."""
+    print("| contender | seed | ms per step | steps to 85 % | seconds to 85 % | accuracy | period | bits |")
     print("|---|---|---|---|---|---|---|---|")
-    for seed, way in itertools.product(seeds, ways):
+    for seed, name in itertools.product(seeds, contenders):
         plan = Plan(task, workers, steps, seed, evaluations=steps // 10, link="100mbit")
-        points = keep(run(find_way(way), plan), out).points
+        points = keep(run(find_contender(name), plan), out).points
         begin, end = points[0], points[-1]
         ms = 1e3 * (end.seconds - begin.seconds) / (end.step - begin.step)
         first = next((point for point in points if point.values["accuracy"] >= 0.85), None)
         reached = f"{first.step} | {first.seconds:.1f}" if first else "– | –"
         chosen = " | ".join(
-            f"{end.method_metrics[name]:g}" if name in end.method_metrics else "–" for name in ("period", "bits")
+            f"{end.method_metrics[key]:g}" if key in end.method_metrics else "–" for key in ("period", "bits")
         )
-        print(f"| {way} | {seed} | {ms:.1f} | {reached} | {end.values['accuracy']:.4f} | {chosen} |", flush=True)
+        print(f"| {name} | {seed} | {ms:.1f} | {reached} | {end.values['accuracy']:.4f} | {chosen} |", flush=True)
 
 
 def accuracy(
     task: tasks.Task,
-    ways: Sequence[str],
+    contenders: Sequence[str],
     workers: int,
     steps: int,
     seeds: range,
@@ -231,17 +233,17 @@ def accuracy(
     rho: float | None,
     out: Path | None,
 ) -> None:
-    """The agreed model at equal steps, on loopback or on links on which a full all-reduce takes `rho` steps."""
+    """Prints the metric of the agreed model, on loopback or on links on which a full all-reduce takes `rho` steps."""
     link = "none" if rho is None else rate_for(rho, Plan(task, workers, 1, seeds[0], evaluations=1, rho=rho))
-    print(f"| way | learning rate | {task.metric} of each seed | mean |")
+    print(f"| contender | learning rate | {task.metric} of each seed | mean |")
     print("|---|---|---|---|")
-    for way, lr in itertools.product(ways, rates):
+    for name, lr in itertools.product(contenders, rates):
         values = []
         for seed in seeds:
             plan = Plan(dataclasses.replace(task, lr=lr), workers, steps, seed, evaluations=1, link=link, rho=rho)
-            values.append(keep(run(parse_contender(way), plan), out).points[-1].values[task.metric])
+            values.append(keep(run(parse_contender(name), plan), out).points[-1].values[task.metric])
         each = " ".join(f"{value:.4f}" for value in values)
-        print(f"| {way} | {lr:g} | {each} | {statistics.fmean(values):.4f} |", flush=True)
+        print(f"| {name} | {lr:g} | {each} | {statistics.fmean(values):.4f} |", flush=True)
 
 
 def keep(record: Record, out: Path | None) -> Record:
@@ -255,13 +257,13 @@ def keep(record: Record, out: Path | None) -> Record:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["own-work", "small", "speed", "slow", "accuracy"])
+    parser.add_argument("what", choices=["overhead", "small", "speed", "slow", "accuracy"])
     parser.add_argument("--figure", choices=FIGURES, nargs="+", default=list(FIGURES))
     parser.add_argument("--task", default="fashion")
     parser.add_argument("--partition", default="iid")
     parser.add_argument("--subset", action="store_true", help="of cifar10, 8000 images to train with and 2000 to test")
-    parser.add_argument("--moments", nargs="+", default=["common"])
-    parser.add_argument("--backgrounds", nargs="+", default=["uniform:4", "pick"])
+    parser.add_argument("--corrected", action="store_true")
+    parser.add_argument("--backgrounds", nargs="+", default=["uniform:4", "pick:7"])
     parser.add_argument("--workers", type=int)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first")
@@ -270,23 +272,21 @@ def main() -> None:
     parser.add_argument("--period", type=int, nargs="+", default=[4])
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3])
     parser.add_argument("--rho", type=float)
-    parser.add_argument("--ways", nargs="+")
+    parser.add_argument("--contenders", nargs="+")
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--d", type=int, default=25_000_000)
     parser.add_argument("--out", type=Path)
     o = parser.parse_args()
     seeds = range(o.seed, o.seed + o.seeds)
     match o.what:
-        case "own-work":
-            print(
-                "| background | moments | period | copy, ms | copies a step | copy in the cache, ms | copies a step |"
-            )
-            print("|---|---|---|---|---|---|---|")
-            for coder, moments, period in itertools.product(o.backgrounds, o.moments, o.period):
+        case "overhead":
+            print("| background | period | copy, ms | copies per step | copy in the cache, ms | copies per step |")
+            print("|---|---|---|---|---|---|")
+            for coder, period in itertools.product(o.backgrounds, o.period):
                 background = None if coder == "identity" else compress.parse(coder)
-                work = own_work(o.d, laconic.Divisible(o.ratio, period, moments, background))
+                work = overhead(o.d, laconic.Divisible(o.ratio, period, background, o.corrected))
                 figures = " | ".join(str(figure) for figure in work.values())
-                print(f"| {coder} | {moments} | {period} | {figures} |", flush=True)
+                print(f"| {coder} | {period} | {figures} |", flush=True)
         case "small":
             print(f"| background | {' | '.join(map(str, SCALES))} |")
             print("|---" * (1 + len(SCALES)) + "|")
@@ -294,24 +294,22 @@ def main() -> None:
                 print(f"| {background} | {' | '.join(map(str, small(background)))} |", flush=True)
         case "speed":
             print(
-                f"| ρ | way | seed | link | {' | '.join(f'{name}, ms' for name in STEPS)} | × allreduce | asked for | "
+                f"| ρ | contender | seed | link | {' | '.join(f'{name}, ms' for name in STEPS)} | × allreduce | goal | "
                 f"× ddp | barrier waits, % | divisible waits, % | period |"
             )
             print("|" + "---|" * (10 + len(STEPS)))
             for seed, name in itertools.product(seeds, o.figure):
                 speed(FIGURES[name], o.workers or 2, seed, o.out)
         case "slow":
-            ways = o.ways or ["none", "divisible", "powersgd", "ddp"]
-            slow(FusedFashion() if o.fused else Fashion(), ways, o.workers or 4, o.steps, seeds, o.out)
+            contenders = o.contenders or ["none", "divisible", "powersgd", "ddp"]
+            slow(FusedFashion() if o.fused else Fashion(), contenders, o.workers or 4, o.steps, seeds, o.out)
         case "accuracy":
             settings = SETTINGS.get(o.task, {}) | ({"subset": True} if o.subset else {})
             task = tasks.find_task(o.task)(partition=o.partition, **settings)
-            divisible = [
-                f"divisible+ratio={o.ratio}+period={period}+moments={moments}"
-                for period, moments in itertools.product(o.period, o.moments)
-            ]
-            ways = o.ways or ["allreduce", *divisible]
-            accuracy(task, ways, o.workers or 4, o.steps, seeds, o.rates, o.rho, o.out)
+            corrected = "+corrected=true" if o.corrected else ""
+            divisible = [f"divisible+ratio={o.ratio}+period={period}{corrected}" for period in o.period]
+            contenders = o.contenders or ["allreduce", *divisible]
+            accuracy(task, contenders, o.workers or 4, o.steps, seeds, o.rates, o.rho, o.out)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ GRADIENT = Log(4)  # of the correction: gradients spread over powers of ten, whe
 # Up to this many workers, quantized messages go from all to all (one hop) by default. Two hops send fewer bytes from
 # three workers on, but apply an average a `delay` later and quantize it twice.
 FEW = 4
-LEAST_PERIOD = 4  # of "auto": shorter ones cost more computing than fresher averages are worth
-LEAST_PERIOD_FP32 = 2
+# The shortest periods of "auto": shorter ones cost more computing than fresher averages are worth. On non-iid data
+# freshness is worth more, and fp32 needs no computing.
+LEAST_PERIOD, LEAST_PERIOD_CORRECTED = 4, 2
 SMOOTHING = 0.9  # of the metric `waiting`, from step to step
 
 
@@ -59,7 +60,8 @@ class Divisible(Method):
     Args:
         ratio: R; the foreground message has ⌈d/R⌉ entries. It hardly changes the result (docs).
         period: H, the number of steps in which the background sends every entry once. "auto" measures computing and
-            the link and takes the shortest period, from 4 on, that stays hidden. None: no background.
+            the link and takes the shortest period, from 4 on (2 with `corrected` or fp32), that stays hidden. None: no
+            background.
         background: a compressor for the background, or None for fp32. "auto": `Uniform(4)`; if the period is "auto" too
             and the link is too slow for it, `Pick(7)`.
         corrected: adds the difference between the mean gradient and the local gradient, as last known, to local
@@ -125,6 +127,8 @@ class Divisible(Method):
         self._pace: Pace | None = None
         self._stretch: Stretch | None = None
         self._correction: Correction | None = None
+        self._foreground: dict[int, GatheredMean | PlainMean] = {}  # by the length of the block: all but the last agree
+        self._background: dict[tuple[int, int, Compressor | None, bool], CodedMean | PlainMean] = {}
         self._left: float | None = None  # when the last step was over
         if comm.size == 1:
             return
@@ -145,7 +149,8 @@ class Divisible(Method):
             if self.background is not None:
                 choices = QUANTIZERS if self.background == "auto" else (self.background,)
                 sizes = [float(code.nbytes(worker.x.numel())) for code in choices]
-            least = LEAST_PERIOD_FP32 if self.background is None else LEAST_PERIOD
+            is_short = self.background is None or self.corrected
+            least = LEAST_PERIOD_CORRECTED if is_short else LEAST_PERIOD
             self._pace = Pace(comm, max(least, self._journey), self.max_period, sizes, worker.x.device)
 
     @property
@@ -202,11 +207,12 @@ class Divisible(Method):
         if any(overlap(block, flight.piece) for flight in self._flights):
             return None  # the background is about to average these entries
         quantized = self._hops == 1 and self.background is not None
-        mean = (
-            GatheredMean(worker.comm, block.start, block.stop, FOREGROUND, name="move")
-            if quantized
-            else PlainMean(worker.comm)
-        )
+        numel = block.stop - block.start
+        if numel not in self._foreground:
+            self._foreground[numel] = (
+                GatheredMean(worker.comm, 0, numel, FOREGROUND, name="move") if quantized else PlainMean(worker.comm)
+            )
+        mean = self._foreground[numel]
         transfer = mean.send(self._unsent(worker, block), step=worker.step)
         return Flight(block, worker.step, [mean], [transfer])
 
@@ -226,6 +232,13 @@ class Divisible(Method):
         self._flights.append(Flight(piece, worker.step + self.delay, means, transfers))
 
     def _mean(self, piece: slice, code: Compressor | None, *, is_move: bool) -> CodedMean | PlainMean:
+        """Returns what averages this piece; made once, since a sweep repeats its pieces."""
+        key = (piece.start, piece.stop, code, is_move)
+        if key not in self._background:
+            self._background[key] = self._make_mean(piece, code, is_move)
+        return self._background[key]
+
+    def _make_mean(self, piece: slice, code: Compressor | None, is_move: bool) -> CodedMean | PlainMean:
         name = "move" if is_move else "gradient"
         if code is None:
             return PlainMean(self._channel)
@@ -282,6 +295,7 @@ class Divisible(Method):
 
     def _recut(self, worker: Replica) -> None:
         """Pieces or their owners change: nothing may be left that was cut the old way."""
+        self._background.clear()
         if self._hops == 2:
             self.drain(worker)
         if self._correction is not None:

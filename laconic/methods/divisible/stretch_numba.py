@@ -1,6 +1,7 @@
 """`refresh` and `stretch` of stretch.py for fp32 in main memory, each in one pass and with the same bits.
 
-Not compiled with fastmath: fused multiply-adds would change bits.
+Not compiled with fastmath: fused multiply-adds would change bits. With Python's rules for division by zero the loops
+would not become vector instructions, and take six times as long.
 """
 
 # mypy: ignore-errors
@@ -14,13 +15,13 @@ from numba import njit
 TINY = np.float32(1e-38)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def _refresh(q, m, kept, added):
     for i in range(q.size):
         q[i] = q[i] * kept + m[i] * m[i] * added
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def _stretch(x, m, v, q, rate, unbias_v, eps, slope, least):
     one = np.float32(1.0)
     for i in range(x.size):
