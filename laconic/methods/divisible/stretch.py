@@ -85,8 +85,10 @@ class Stretch:
         kind = torch.promote_types(worker.x.dtype, torch.float32)
         self.q = torch.zeros_like(worker.x, dtype=kind)  # running mean of m̂² (d)
         self.counts: list[int] = []  # of each parameter's Adam steps
-        groups = {id(p): group for group in worker.optimizer.param_groups for p in group["params"]}
-        self._groups = [groups[id(p)] for p in worker.parameters]
+        # Indices, since `optimizer.load_state_dict` replaces the groups themselves.
+        places = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
+        self._group_of = [places[id(p)] for p in worker.parameters]
+        self._optimizer = worker.optimizer
         self._numels = [p.numel() for p in worker.parameters]
         self._workers = worker.comm.size
         self._v = worker.x[:0]  # the optimizer's, from the first step on
@@ -98,7 +100,7 @@ class Stretch:
         if not moments:
             return  # no parameter has had a gradient yet
         if not self.counts:
-            self.counts = [_steps_so_far(worker.optimizer, p) - 1 for p in worker.parameters]
+            self.counts = [_steps_so_far(worker.optimizer, p) - (p.grad is not None) for p in worker.parameters]
         self._v = moments["exp_avg_sq"]
         vectors = worker.x, moments["exp_avg"], moments["exp_avg_sq"], self.q
         for part, factors in self._segments(worker, steps):
@@ -113,15 +115,15 @@ class Stretch:
         for i, gradient in enumerate(worker.gradients()):
             moved = gradient is not None
             self.counts[i] += moved
-            keys.append((id(self._groups[i]), self.counts[i]) if moved else None)
+            keys.append((self._group_of[i], self.counts[i]) if moved else None)
         start, first = 0, 0
         for i in range(1, len(keys) + 1):
             if i < len(keys) and keys[i] == keys[first]:
                 continue
             stop = start + sum(self._numels[first:i])
             if keys[first] is not None:
-                factors = Factors.of(self._groups[first], self.counts[first], steps, self._workers)
-                yield slice(start, stop), factors
+                group = self._optimizer.param_groups[self._group_of[first]]
+                yield slice(start, stop), Factors.of(group, self.counts[first], steps, self._workers)
             start, first = stop, i
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -139,7 +141,7 @@ class Stretch:
         v = self._v[:SAMPLE].double()
         if not len(v):
             return 1.0
-        beta1 = float(self._groups[0]["betas"][0])
+        beta1 = float(self._optimizer.param_groups[0]["betas"][0])
         slope = (1 - 1 / self._workers) / (1 - (1 - beta1) / (1 + beta1))
         share = 1 - (1 - self.q[:SAMPLE].double() / v.clamp(min=TINY)) * slope
         return float(share.clamp_(1 / self._workers, 1.0).rsqrt_().mean())
