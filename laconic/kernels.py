@@ -42,7 +42,7 @@ def _run_anchor(x: Tensor) -> None:
 
 
 def _run_divisible(x: Tensor) -> None:
-    factors = stretch.Factors.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, count=1, steps=1, workers=2)
+    factors = stretch.Factors.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, count=1, seen=1, steps=1, workers=2)
     if kernels := stretch.find_kernels(x):
         vectors = [x.square().numpy() for _ in range(4)]
         kernels.refresh(*vectors[:2], *factors)
