@@ -172,9 +172,9 @@ class CodedMean:
             answer = self._answer_coder.not_finite(transfer.sent.device)
         else:
             answer = self._answer_coder.encode(average, self.owner_residual, transfer.step)
+        # A NaN is raised by `receive`, on all ranks in the same step: here only owners know of it, and a rank that owns
+        # nothing would wait for them elsewhere.
         transfer.pending = self._answer_comm.all_to_all_async([answer] * self._comm.size, lengths=self._answer_nbytes)
-        if not _is_finite(answer):
-            self._raise_not_finite(transfer)
 
     def _average(self, messages: list[Tensor], step: int) -> Tensor | None:
         """Returns the average of the owned parts, or None if a worker's vector is not finite."""
