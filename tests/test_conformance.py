@@ -67,7 +67,7 @@ ROWS = [
     Row("efficient_adam, small exact", laconic.EfficientAdam(exact_below=10, moments="averaged", moments_every=4)),
     Row("efficient_adam, chunks", laconic.EfficientAdam(up=Uniform(4), down=Log(4), chunk=20)),
     Row("efficient_adam, 1 bit", laconic.EfficientAdam(up=Sign(), down=Sign())),
-    Row("efficient_adam, server", laconic.EfficientAdam(server=1, up=Uniform(8), down=Uniform(8))),
+    Row("efficient_adam, server", laconic.EfficientAdam(server=0, up=Uniform(8), down=Uniform(8))),
     Row("efficient_adam, dedicated", laconic.EfficientAdam(server=0, dedicated=True)),
     Row("efficient_adam, dedicated, moments",
         laconic.EfficientAdam(server=2, dedicated=True, exact_below=10, moments="averaged", moments_every=3)),
