@@ -1,7 +1,6 @@
 """The common frame of quantizers with one fp32 scale per block: byte layout, padding, and the choice of kernel."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -170,50 +169,6 @@ class Blockwise(Compressor):
                     f"but block {block} has {scale}"
                 )
         raise AssertionError("all scales are valid")
-
-    # Used by Divisible only.
-
-    def _decode_part(self, code: Tensor, numel: int, start: int, stop: int, step: int) -> Tensor:
-        first = start // self.block * self.block
-        last = min(numel, self._blocks(stop) * self.block)
-        blocks = torch.empty(last - first, dtype=torch.float32, device=code.device)
-        self._decode(code[self.nbytes(first) : self.nbytes(last)], blocks, step)
-        return blocks[start - first : stop - first]
-
-    def _encode_difference(self, x: Tensor, base: Tensor, out: Tensor, step: int) -> None:
-        kernels = kernels_for(x, base, out)
-        if not kernels:
-            super()._encode_difference(x, base, out, step)
-            return
-        vectors = (x.numpy(), base.numpy(), out.numpy())
-        if not kernels.settle.encode_difference(*self.coding(step), *vectors):
-            raise not_finite(x - base)
-
-    def _settle(
-        self, codes: Sequence[Tensor], weights: Sequence[float], own: int, x: Tensor, base: Tensor | None, step: int
-    ) -> None:
-        other = x if base is None else base
-        kernels = kernels_for(x, other, *codes)
-        if not kernels:
-            super()._settle(codes, weights, own, x, base, step)
-            return
-        readable = self.readable(codes, weights, own, x.numel())
-        kernels.settle.settle(*readable, x.numpy(), other.numpy(), base is not None)
-
-    def coding(self, step: int) -> tuple[Any, ...]:
-        """Returns the first arguments of kernels that encode: (kind, bits, block, key)."""
-        return *self._kernel_settings(), np.uint64(self._key(step))
-
-    def readable(self, codes: Sequence[Tensor], weights: Sequence[float], own: int, numel: int) -> tuple[Any, ...]:
-        """Returns the first arguments of kernels that read several codes, after checking the codes."""
-        settings = self._kernel_settings()
-        if wrong := [code.numel() for code in codes if code.numel() != self.nbytes(numel)]:
-            raise ValueError(f"a code of {numel} entries must have {self.nbytes(numel)} bytes, not {wrong[0]}")
-        addresses, nbytes = np.array([code.data_ptr() for code in codes], np.uint64), codes[0].numel()
-        bad = kernels_for().settle.find_bad_code(*settings, addresses, nbytes, self._blocks(numel))
-        if bad >= 0:
-            raise self._bad_scale(codes[bad])
-        return *settings, addresses, nbytes, np.array(weights, np.float32), own
 
 
 def check_block(block: int) -> None:

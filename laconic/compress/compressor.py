@@ -1,7 +1,6 @@
 """The interface of all compressors: a vector → a `uint8` code of known size → a vector."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Self
 
@@ -181,73 +180,6 @@ class Compressor(ABC):
             raise ValueError(
                 f"the code of {numel} entries by {self!r} must have {self.nbytes(numel)} bytes, not {code.numel()}"
             )
-
-    # Used by Divisible only.
-
-    def decode_part(self, code: Tensor, numel: int, start: int, stop: int, *, step: int = 0) -> Tensor:
-        """Decodes entries `start` to `stop` into fp32; block quantizers decode only the blocks in that range."""
-        self._check_code(code, numel)
-        if not 0 <= start <= stop <= numel:
-            raise ValueError(f"start and stop must be in order and from 0 to {numel}, not {start} and {stop}")
-        return self._decode_part(code, numel, start, stop, step)
-
-    def encode_difference(self, x: Tensor, base: Tensor, *, step: int = 0, out: Tensor | None = None) -> Tensor:
-        """Encodes x − base, in one pass over memory where there is a kernel."""
-        for name, vector in (("x", x), ("base", base)):
-            check_vector(name, vector)
-        if x.numel() != base.numel():
-            raise ValueError(f"x must have as many entries as base, {base.numel()}, not {x.numel()}")
-        out = self._check_or_allocate(out, x.numel(), x.device)
-        self._encode_difference(x.detach(), base.detach(), out, step)
-        return out
-
-    def settle(
-        self,
-        codes: Sequence[Tensor],
-        weights: Sequence[float],
-        own: int,
-        x: Tensor,
-        base: Tensor | None = None,
-        *,
-        step: int = 0,
-    ) -> None:
-        """Applies the workers' codes of x − base in place, of which `codes[own]` is this worker's.
-
-        With mean = Σ weight · decoded: base += mean, and x += mean − decoded(codes[own]). Without a base,
-        x = mean − decoded(codes[own]). Workers with the same codes and base get the same base, bit for bit.
-        """
-        for name, vector in (("x", x), ("base", base)):
-            if vector is not None:
-                check_vector(name, vector)
-                if vector.numel() != x.numel():
-                    raise ValueError(f"base must have as many entries as x, {x.numel()}, not {vector.numel()}")
-        for code in codes:
-            self._check_code(code, x.numel())
-        if len(weights) != len(codes) or not 0 <= own < len(codes):
-            raise ValueError(
-                f"each of {len(codes)} codes must have a weight and own be one of them, "
-                f"not {len(weights)} weights and own={own}"
-            )
-        self._settle(codes, weights, own, x, base, step)
-
-    def _decode_part(self, code: Tensor, numel: int, start: int, stop: int, step: int) -> Tensor:
-        return self.decode(code, numel, step=step)[start:stop]
-
-    def _encode_difference(self, x: Tensor, base: Tensor, out: Tensor, step: int) -> None:
-        self._encode((x - base).to(torch.float32), out, step)
-
-    def _settle(
-        self, codes: Sequence[Tensor], weights: Sequence[float], own: int, x: Tensor, base: Tensor | None, step: int
-    ) -> None:
-        mean = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
-        for code, weight in zip(codes, weights, strict=True):
-            self._decode_add(code, mean, weight, step)
-        sent = self.decode(codes[own], x.numel(), step=step)
-        if base is None:
-            x.copy_(mean - sent)
-        else:
-            base += mean
-            x += mean - sent
 
 
 def settings_of(cls: type[Compressor]) -> tuple[Field[Any], ...]:

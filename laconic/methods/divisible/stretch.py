@@ -42,21 +42,29 @@ class Factors(NamedTuple):
     eps: float
     slope: float  # (1 − 1/n) / (1 − κ₀)
     least: float  # 1/n: v is at least this share of V
-    kept: float  # of Q, if it is refreshed in this step: β₂ to the power of the steps since the last time
+    kept: float  # of Q, if it is refreshed in this step
     added: float  # of m² in Q: (1 − kept) / (1 − β₁ᵗ)²
 
     @classmethod
-    def of(cls, group: dict[str, Any], count: int, steps: int, workers: int) -> Factors:
-        """Returns the factors of Adam's step number `count`; Q was refreshed `steps` steps ago.
+    def of(cls, group: dict[str, Any], count: int, seen: int, steps: int, workers: int) -> Factors:
+        """Returns the factors of Adam's step number `count`, for a Q that was refreshed `steps` steps ago.
+
+        Q is an average with weights that sum to 1 from the first of the `seen` steps on, as Adam's V̂ is.
 
         >>> group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
-        >>> Factors.of(group, count=1, steps=1, workers=4).kept
-        0.99
+        >>> [Factors.of(group, count, seen=count, steps=1, workers=4).kept for count in (1, 1000)]
+        [0.0, 0.99...]
         """
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         c1, c2 = 1 - beta1**count, 1 - beta2**count
-        noise, least, kept = (1 - beta1) / (1 + beta1), 1 / workers, beta2 ** min(steps, count)
-        return cls(lr / c1, 1 / c2, float(group["eps"]), (1 - least) / (1 - noise), least, kept, (1 - kept) / c1**2)
+        kept = 1 - (1 - beta2 ** min(steps, seen)) / (1 - beta2**seen)
+        slope = _slope(beta1, workers)
+        return cls(lr / c1, 1 / c2, float(group["eps"]), slope, 1 / workers, kept, (1 - kept) / c1**2)
+
+
+def _slope(beta1: float, workers: int) -> float:
+    """Returns (1 − 1/n) / (1 − κ₀); 0 without momentum, where m is g and κ cannot be estimated, so that ρ is 1."""
+    return (1 - 1 / workers) * (1 + beta1) / (2 * beta1) if beta1 > 0 else 0.0
 
 
 def refresh(q: Tensor, m: Tensor, factors: Factors) -> None:
@@ -66,10 +74,11 @@ def refresh(q: Tensor, m: Tensor, factors: Factors) -> None:
 
 def stretch(x: Tensor, m: Tensor, v: Tensor, q: Tensor, factors: Factors) -> None:
     """Adds (ρ − 1) times the Adam step that has just been made, −rate·m/(√V̂ + eps), to x, in place."""
-    ratio = q / v.clamp(min=TINY)
+    v_hat = v * factors.unbias_v
+    ratio = q / v_hat.clamp(min=TINY)
     share = 1 - (1 - ratio).mul_(factors.slope)  # v/V
     root = _sqrt(share.clamp_(factors.least, 1.0))  # 1/ρ
-    denominator = _sqrt(v * factors.unbias_v).add_(factors.eps)
+    denominator = _sqrt(v_hat).add_(factors.eps)
     x.sub_(((1 - root) * (m * factors.rate)).div_(root.mul_(denominator)))
 
 
@@ -79,30 +88,39 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 class Stretch:
-    """Stretches the steps of torch's Adam or AdamW, and keeps what that needs: one vector and one count a parameter."""
+    """Stretches the steps of torch's Adam or AdamW, and keeps what that needs: one vector, two counts a parameter."""
 
     def __init__(self, worker: Replica) -> None:
         kind = torch.promote_types(worker.x.dtype, torch.float32)
         self.q = torch.zeros_like(worker.x, dtype=kind)  # running mean of m̂² (d)
         self.counts: list[int] = []  # of each parameter's Adam steps
-        groups = {id(p): group for group in worker.optimizer.param_groups for p in group["params"]}
-        self._groups = [groups[id(p)] for p in worker.parameters]
+        self.seen: list[int] = []  # the same since this object was made: the optimizer may have made steps before
+        # Indices, since `optimizer.load_state_dict` replaces the groups themselves.
+        places = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
+        self._group_of = [places[id(p)] for p in worker.parameters]
+        self._optimizer = worker.optimizer
         self._numels = [p.numel() for p in worker.parameters]
         self._workers = worker.comm.size
         self._v = worker.x[:0]  # the optimizer's, from the first step on
         self._kernels = find_kernels(worker.x)
 
     def after_step(self, worker: Replica, renewed: slice, steps: int) -> None:
-        """Stretches the step just made, and refreshes Q in the entries `renewed`, last done `steps` steps ago."""
+        """Stretches the step just made, and refreshes Q in the entries `renewed`, last done `steps` steps ago.
+
+        In the first `steps` steps all of Q is refreshed: where Q is still 0, all would be taken for noise.
+        """
         moments = worker.moments()
         if not moments:
             return  # no parameter has had a gradient yet
         if not self.counts:
-            self.counts = [_steps_so_far(worker.optimizer, p) - 1 for p in worker.parameters]
+            self.counts = [_steps_so_far(worker.optimizer, p) - (p.grad is not None) for p in worker.parameters]
+            self.seen = [0] * len(self.counts)
         self._v = moments["exp_avg_sq"]
         vectors = worker.x, moments["exp_avg"], moments["exp_avg_sq"], self.q
         for part, factors in self._segments(worker, steps):
             fresh = slice(max(part.start, renewed.start), min(part.stop, renewed.stop))
+            if factors.kept == 0:
+                fresh = part
             if fresh.start < fresh.stop:
                 self._call("refresh", self.q[fresh], vectors[1][fresh], factors)
             self._call("stretch", *(vector[part] for vector in vectors), factors)
@@ -113,15 +131,16 @@ class Stretch:
         for i, gradient in enumerate(worker.gradients()):
             moved = gradient is not None
             self.counts[i] += moved
-            keys.append((id(self._groups[i]), self.counts[i]) if moved else None)
+            self.seen[i] += moved
+            keys.append((self._group_of[i], self.counts[i], self.seen[i]) if moved else None)
         start, first = 0, 0
         for i in range(1, len(keys) + 1):
             if i < len(keys) and keys[i] == keys[first]:
                 continue
             stop = start + sum(self._numels[first:i])
             if keys[first] is not None:
-                factors = Factors.of(self._groups[first], self.counts[first], steps, self._workers)
-                yield slice(start, stop), factors
+                group = self._optimizer.param_groups[self._group_of[first]]
+                yield slice(start, stop), Factors.of(group, self.counts[first], self.seen[first], steps, self._workers)
             start, first = stop, i
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -139,17 +158,17 @@ class Stretch:
         v = self._v[:SAMPLE].double()
         if not len(v):
             return 1.0
-        beta1 = float(self._groups[0]["betas"][0])
-        slope = (1 - 1 / self._workers) / (1 - (1 - beta1) / (1 + beta1))
-        share = 1 - (1 - self.q[:SAMPLE].double() / v.clamp(min=TINY)) * slope
+        beta1, beta2 = map(float, self._optimizer.param_groups[self._group_of[0]]["betas"])
+        v_hat = v / (1 - beta2 ** max(1, self.counts[0]))
+        share = 1 - (1 - self.q[:SAMPLE].double() / v_hat.clamp(min=TINY)) * _slope(beta1, self._workers)
         return float(share.clamp_(1 / self._workers, 1.0).rsqrt_().mean())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"q": self.q, "counts": list(self.counts)}
+        return {"q": self.q, "counts": list(self.counts), "seen": list(self.seen)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.q.copy_(saved["q"])
-        self.counts = list(saved["counts"])
+        self.counts, self.seen = list(saved["counts"]), list(saved["seen"])
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:

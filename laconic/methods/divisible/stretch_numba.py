@@ -25,9 +25,10 @@ def _refresh(q, m, kept, added):
 def _stretch(x, m, v, q, rate, unbias_v, eps, slope, least):
     one = np.float32(1.0)
     for i in range(x.size):
-        share = one - (one - q[i] / max(v[i], TINY)) * slope
+        v_hat = v[i] * unbias_v
+        share = one - (one - q[i] / max(v_hat, TINY)) * slope
         root = np.sqrt(min(max(share, least), one))
-        denominator = np.sqrt(v[i] * unbias_v) + eps
+        denominator = np.sqrt(v_hat) + eps
         x[i] -= (one - root) * (m[i] * rate) / (root * denominator)
 
 
