@@ -272,6 +272,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.timeout(600)  # trains all rows three times
 def test_training_together_and_again_and_resumed(tmp_path: Path) -> None:
     """All rows are trained, trained again with `consensus()` in between, and resumed in new processes."""
 
