@@ -252,15 +252,17 @@ class Stretched(Local):
     def __init__(self, cell: Cell, problem: Problem) -> None:
         super().__init__(cell, problem)
         self.q = torch.zeros(self.n, self.d)
-        self.refreshed = [0] * cell.period
 
     def denominator(self, step: int) -> Tensor:
-        part, place = self.part(step), (step - 1) % self.cell.period
-        kept = self.beta2 ** (step - self.refreshed[place])
-        self.refreshed[place] = step
-        self.q[:, part].mul_(kept).add_((self.m[:, part] / self.bias(step)[0]).square_(), alpha=1 - kept)
+        part = self.part(step)
+        (c1, c2), period = self.bias(step), self.cell.period
+        if step <= period:  # where Q were still 0, all of V would be taken for noise
+            self.q.copy_((self.m / c1).square_())
+        else:
+            weight = (1 - self.beta2**period) / c2
+            self.q[:, part].mul_(1 - weight).add_((self.m[:, part] / c1).square_(), alpha=weight)
         slope = (1 - 1 / self.n) / (1 - (1 - BETA1) / (1 + BETA1))
-        ratio = self.q / self.v.clamp(min=1e-38)
+        ratio = self.q / (self.v / c2).clamp_(min=1e-38)
         share = (1 - ratio).mul_(-slope).add_(1).clamp_(1 / self.n, 1.0)
         return super().denominator(step).mul_(share.sqrt_())
 

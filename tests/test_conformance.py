@@ -67,7 +67,7 @@ ROWS = [
     Row("efficient_adam, small exact", laconic.EfficientAdam(exact_below=10, moments="averaged", moments_every=4)),
     Row("efficient_adam, chunks", laconic.EfficientAdam(up=Uniform(4), down=Log(4), chunk=20)),
     Row("efficient_adam, 1 bit", laconic.EfficientAdam(up=Sign(), down=Sign())),
-    Row("efficient_adam, server", laconic.EfficientAdam(server=1, up=Uniform(8), down=Uniform(8))),
+    Row("efficient_adam, server", laconic.EfficientAdam(server=0, up=Uniform(8), down=Uniform(8))),
     Row("efficient_adam, dedicated", laconic.EfficientAdam(server=0, dedicated=True)),
     Row("efficient_adam, dedicated, moments",
         laconic.EfficientAdam(server=2, dedicated=True, exact_below=10, moments="averaged", moments_every=3)),
@@ -272,6 +272,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.timeout(600)  # trains all rows three times
 def test_training_together_and_again_and_resumed(tmp_path: Path) -> None:
     """All rows are trained, trained again with `consensus()` in between, and resumed in new processes."""
 

@@ -31,6 +31,10 @@ def user() -> dict[str, Any]:
     return {
         "torch": torch,
         "model": build_model(),
+        "DistributedSampler": torch.utils.data.DistributedSampler,
+        "dataset": range(96),
+        "world_size": 2,
+        "rank": 0,
         "loader": [(torch.randn(8, 6), torch.randn(8, 2)) for _ in range(12)],
         "loss": nn.functional.mse_loss,
         "evaluate": lambda model: model(torch.ones(1, 6)).sum().item(),

@@ -133,10 +133,10 @@ class CodedMean:
         # Stochastic rounding must differ between the workers, and between a worker and the owner: n + 1 seeds a part.
         seeds = len(self.workers) + 1
         own_seed = self.workers.index(comm.rank) if self._trains else 0
-        self._coder = _Coder(compressor, self.parts, own_seed, seeds)
-        self._owned_coder = _Coder(compressor, owned, 0, seeds)
-        self._answer_coder = _Coder(answer_compressor, owned, len(self.workers), seeds)
-        self._answers_coder = _Coder(answer_compressor, self.parts, len(self.workers), seeds)
+        self._up = _Coder(compressor, self.parts, own_seed, seeds)  # to the owners
+        self._up_owned = _Coder(compressor, owned, 0, seeds)
+        self._down = _Coder(answer_compressor, self.parts, len(self.workers), seeds)  # from the owners
+        self._down_owned = _Coder(answer_compressor, owned, len(self.workers), seeds)
         to_owner = [sum(compressor.nbytes(part.numel) for part in of_rank) for of_rank in by_owner]
         self._sent_nbytes = to_owner if self._trains else [0] * comm.size
         self._received_nbytes = [to_owner[comm.rank] if rank in self.workers else 0 for rank in range(comm.size)]
@@ -145,9 +145,8 @@ class CodedMean:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank sends to others for one average."""
-        others = len(self._sent_nbytes) - 1
-        rank = self._comm.rank
-        return sum(self._sent_nbytes) - self._sent_nbytes[rank] + others * self._answer_nbytes[rank]
+        rank, size = self._comm.rank, self._comm.size
+        return sum(self._sent_nbytes) - self._sent_nbytes[rank] + (size - 1) * self._answer_nbytes[rank]
 
     def send(self, vector: Tensor, *, step: int) -> Transfer:
         """Quantizes `vector` and starts sending each part to its owner.
@@ -156,7 +155,7 @@ class CodedMean:
         `step`: give every vector a new one.
         """
         if self._trains:
-            sent = self._coder.encode(vector, self.residual, step)
+            sent = self._up.encode(vector, self.residual, step)
         else:
             sent = torch.empty(0, dtype=torch.uint8, device=vector.device)
         return Transfer(step, sent, self._start(sent), self._comm.meter.step)
@@ -169,9 +168,9 @@ class CodedMean:
         received = transfer.pending.wait()
         average = self._average([received[rank] for rank in self.workers], transfer.step)
         if average is None:
-            answer = self._answer_coder.not_finite(transfer.sent.device)
+            answer = self._down_owned.not_finite(transfer.sent.device)
         else:
-            answer = self._answer_coder.encode(average, self.owner_residual, transfer.step)
+            answer = self._down_owned.encode(average, self.owner_residual, transfer.step)
         # A NaN is raised by `receive`, on all ranks in the same step: here only owners know of it, and a rank that owns
         # nothing would wait for them elsewhere.
         transfer.pending = self._answer_comm.all_to_all_async([answer] * self._comm.size, lengths=self._answer_nbytes)
@@ -180,9 +179,9 @@ class CodedMean:
         """Returns the average of the owned parts, or None if a worker's vector is not finite."""
         if not all(map(_is_finite, messages)):
             return None
-        average = torch.zeros(self._owned_coder.numel, dtype=torch.float32, device=messages[0].device)
+        average = torch.zeros(self._up_owned.numel, dtype=torch.float32, device=messages[0].device)
         for message in messages:  # in the order of ranks: the order changes the rounding of the sum
-            self._owned_coder.decode_add(message, average, step)
+            self._up_owned.decode_add(message, average, step)
         return average.div_(len(messages))
 
     def receive(self, transfer: Transfer, out: Tensor | None = None) -> Tensor:
@@ -190,11 +189,11 @@ class CodedMean:
         answers = transfer.pending.wait()
         if not all(map(_is_finite, answers)):
             self._raise_not_finite(transfer)
-        return self._answers_coder.decode(torch.cat(answers), out, transfer.step)
+        return self._down.decode(torch.cat(answers), out, transfer.step)
 
     def own(self, transfer: Transfer) -> Tensor:
         """Returns this worker's contribution to the average: its vector as the owners dequantize it."""
-        return self._coder.decode(transfer.sent, None, transfer.step)
+        return self._up.decode(transfer.sent, None, transfer.step)
 
     def average(self, vector: Tensor, *, step: int, out: Tensor | None = None) -> Tensor:
         """Sends, answers and receives in a row."""
@@ -303,8 +302,8 @@ class _Coder:
 
     def encode(self, vector: Tensor, residual: Tensor | None, step: int) -> Tensor:
         message = torch.empty(sum(self._nbytes), dtype=torch.uint8, device=vector.device)
-        vectors, codes = torch.split(vector, self._numels), torch.split(message, self._nbytes)
-        residuals = [None] * len(vectors) if residual is None else torch.split(residual, self._numels)
+        vectors, codes = _split(vector, self._numels), _split(message, self._nbytes)
+        residuals = [None] * len(vectors) if residual is None else _split(residual, self._numels)
         for compressor, x, e, code in zip(self._compressors, vectors, residuals, codes, strict=True):
             try:
                 if e is None:
@@ -320,18 +319,23 @@ class _Coder:
     def decode(self, message: Tensor, out: Tensor | None, step: int) -> Tensor:
         if out is None:
             out = torch.empty(self.numel, dtype=torch.float32, device=message.device)
-        codes, vectors = torch.split(message, self._nbytes), torch.split(out, self._numels)
+        codes, vectors = _split(message, self._nbytes), _split(out, self._numels)
         for compressor, code, x in zip(self._compressors, codes, vectors, strict=True):
             compressor.decode(code, x.numel(), step=step, out=x)
         return out
 
     def decode_add(self, message: Tensor, total: Tensor, step: int) -> None:
-        codes, vectors = torch.split(message, self._nbytes), torch.split(total, self._numels)
+        codes, vectors = _split(message, self._nbytes), _split(total, self._numels)
         for compressor, code, x in zip(self._compressors, codes, vectors, strict=True):
             compressor.decode_add(code, x, step=step)
 
     def not_finite(self, device: torch.device) -> Tensor:
         return torch.full((sum(self._nbytes),), NOT_FINITE, dtype=torch.uint8, device=device)
+
+
+def _split(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """torch.split, but without the time for a view where there is one size."""
+    return (tensor,) if len(sizes) == 1 else torch.split(tensor, sizes)
 
 
 def _is_sliceable(compressor: Compressor) -> bool:
@@ -340,5 +344,5 @@ def _is_sliceable(compressor: Compressor) -> bool:
 
 
 def _is_finite(message: Tensor) -> bool:
-    """Whether the message is not the one that stands for a NaN or an infinity; looks at few bytes of most messages."""
+    """Whether the message does not stand for a vector with a NaN or an infinity. Reads 4 bytes of most messages."""
     return set(message[:4].tolist()) != {NOT_FINITE} or not bool((message == NOT_FINITE).all())

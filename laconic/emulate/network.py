@@ -97,10 +97,10 @@ class Network:
     Args:
         links: One per host.
 
-    Example:
-        >>> with Network(parse_links("100mbit", workers=4)) as network:  # doctest: +SKIP
-        ...     print([host.address for host in network.hosts])
-        ['10.77.0.1', '10.77.0.2', '10.77.0.3', '10.77.0.4']
+    Example (not executed by the tests of docstrings, since it needs permission to create namespaces)::
+
+        with Network(parse_links("100mbit", workers=4)) as network:
+            print([host.address for host in network.hosts])  # ['10.77.0.1', …, '10.77.0.4']
     """
 
     def __init__(self, links: Sequence[Link]) -> None:

@@ -96,14 +96,11 @@ class Shakespeare(Task):
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     def backward(self, model: nn.Module, shard: Shard, step: int) -> Tensor:
+        no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
         total = torch.zeros(())
         for micro in range(self.accumulate):
-            # DDP all-reduces in every backward pass, unless told not to: only the last micro-batch needs it.
-            is_last = micro == self.accumulate - 1
-            sync: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if isinstance(model, DistributedDataParallel) and not is_last:
-                sync = model.no_sync()
-            with sync:
+            # DDP would all-reduce in every backward pass; only that of the last micro-batch needs it.
+            with contextlib.nullcontext() if micro == self.accumulate - 1 else no_sync():
                 loss = self.loss(model, shard.batch(step * self.accumulate + micro)) / self.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
             total = total.to(loss.device) + loss.detach()

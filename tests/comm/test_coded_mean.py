@@ -161,7 +161,8 @@ def test_transfers_in_flight_are_saved_and_restored(hops: int, tmp_path: Path) -
         comm.meet("the end")
         return result
 
-    for result, expected in zip(laconic.spawn(second, 2, tmp_path), laconic.spawn(first, 2, tmp_path), strict=True):
+    whole = laconic.spawn(first, 2, tmp_path)
+    for result, expected in zip(laconic.spawn(second, 2, tmp_path), whole, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
 
 

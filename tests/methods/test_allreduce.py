@@ -74,7 +74,7 @@ def test_sparse_gradients_raise() -> None:
     model = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        pytest.raises(ValueError, match="must be dense, and that of 'weight'"),
+        pytest.raises(ValueError, match="must be dense, and the gradient of parameter 'weight'"),
         laconic.Worker(model, optimizer, laconic.AllReduce()),
     ):
         model(torch.tensor([1])).sum().backward()

@@ -7,8 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import laconic
 from laconic.tasks import TASKS, Cifar10, Digits, Fashion, Quadratic, Shakespeare, Task, Translate, find_task
 
 pytestmark = pytest.mark.usefixtures("synthetic_data")
@@ -260,6 +263,39 @@ def test_accumulated_gradients_are_the_mean_over_micro_batches():
     assert loss.item() == pytest.approx(joined.item(), rel=1e-5)
     for gradient, parameter in zip(accumulated, model.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-6)
+
+
+class RandomWindows:
+    """Random characters that depend on rank and step."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def batch(self, step):
+        generator = torch.Generator().manual_seed(100 * self.rank + step)
+        return tuple(torch.randint(0, 65, (2, 2, 8), generator=generator).unbind())
+
+
+def gradients_under_ddp():
+    """Returns the accumulated gradient of DDP, and the mean gradient of all micro-batches of both workers."""
+    dist.init_process_group("gloo")
+    recipe = Shakespeare(accumulate=3)
+    torch.manual_seed(0)
+    model = recipe.build_model()
+    recipe.backward(DistributedDataParallel(model), RandomWindows(dist.get_rank()), step=1)
+    averaged = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    for rank in range(2):
+        for step in (3, 4, 5):
+            (recipe.loss(model, RandomWindows(rank).batch(step)) / 6).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.destroy_process_group()
+    return averaged, expected
+
+
+def test_accumulation_under_ddp_averages_the_micro_batches_of_all_workers():
+    for averaged, expected in laconic.spawn(gradients_under_ddp, 2):
+        assert torch.allclose(averaged, expected, atol=1e-6)
 
 
 def test_clipping_bounds_the_gradient_norm():

@@ -53,7 +53,7 @@ class Factors(NamedTuple):
 
         >>> group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
         >>> [Factors.of(group, count, seen=count, steps=1, workers=4).kept for count in (1, 1000)]
-        [0.0, 0.99...]
+        [0.0, 0.9899995...]
         """
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         c1, c2 = 1 - beta1**count, 1 - beta2**count
