@@ -1,0 +1,172 @@
+"""The automatic period and quantizer: scripted times give an exact path; in virtual time the background is hidden."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic
+from laconic.comm import Pending, Solo
+from laconic.comm.solo import Arrived
+from laconic.methods.divisible.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace
+from tests.methods.divisible.comms import Virtual
+
+SIZES = (100.0, 25.0)  # bytes of the finer and of the coarser quantizer
+
+
+class Uneven(Solo):
+    """Two workers, of which the other computes twice as slowly and sends in half the time."""
+
+    size = 2
+
+    def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
+        return Arrived([x, x * torch.tensor([2.0, 0.5], dtype=torch.float64)])
+
+
+def measure(pace: Pace, finest: float, computing: float = 0.5) -> tuple[int, int]:
+    """Fills a window; the finest quantizer takes `finest` seconds. Returns the quantizer's number and the period."""
+    for step in range(pace.next_window, pace.next_window + WINDOW):
+        assert pace.is_measuring(step)
+        pace.add(step, computing, finest * pace.sizes[pace.choice] / pace.sizes[0])
+    return pace.choice, pace.period
+
+
+def test_a_script_of_times_gives_an_exact_path() -> None:
+    """A step takes 1 s, on the slower worker."""
+    pace = Pace(Uneven(), 4, 64, SIZES)
+    assert (pace.choice, pace.period) == (0, 4), "training starts with the finest"
+    assert not pace.is_measuring(FIRST - 1)
+    script = [
+        (1.9, (0, 4)),  # twice 1.9 s fit into 4 steps of 1 s
+        (2.1, (1, 4)),  # twice 2.1 s do not; a quarter of that does
+        (8.0, (1, 4)),
+        (40.0, (1, 11)),  # ⌈1.1 · 10 s / 1 s⌉
+        (36.0, (1, 11)),  # 10 would do, but that is not worth a change
+        (28.0, (1, 8)),
+        (1.7, (1, 4)),  # the finer one would fit, but only just
+        (1.55, (0, 4)),  # 2.5 · 1.55 s ≤ 4 s
+        (1000.0, (1, 64)),
+    ]
+    for seconds, expected in script:
+        if seconds < 1000:
+            assert measure(pace, seconds) == expected, f"{seconds} s"
+            continue
+        with pytest.warns(UserWarning, match="needs a period of 275") as caught:
+            assert measure(pace, seconds) == expected
+        assert "max_period=64: sending the model takes 250 s and computing a step 1 s" in str(caught[0].message)
+
+
+def test_windows_follow_one_another_at_the_start_and_are_rare_later() -> None:
+    pace = Pace(Uneven(), 4, 64, SIZES)
+    starts = []
+    for _ in range(ROUNDS + 2):
+        starts.append(pace.next_window)
+        measure(pace, 1.0)
+    later = FIRST + ROUNDS * WINDOW - 1
+    assert starts == [FIRST, FIRST + WINDOW, later + INTERVAL, later + 2 * INTERVAL + WINDOW - 1]
+    assert not pace.is_measuring(pace.next_window - 1)
+
+
+def test_one_slow_step_of_a_window_does_not_count() -> None:
+    pace = Pace(Uneven(), 4, 64, SIZES)
+    for step, sending in enumerate((1.0, 500.0, 1.0), start=FIRST):
+        pace.add(step, 0.5, sending)
+    assert (pace.choice, pace.period) == (0, 4)
+
+
+def test_one_quantizer_leaves_only_the_period() -> None:
+    pace = Pace(Uneven(), 2, 64, SIZES[:1])
+    assert measure(pace, 9.0) == (0, 10)
+    assert measure(pace, 8.0) == (0, 9)
+    assert measure(pace, 1e-4) == (0, 2)
+
+
+def test_it_warns_once_and_only_on_rank_0_and_not_before_pieces_have_the_right_size() -> None:
+    pace = Pace(Uneven(), 4, 64, SIZES)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        measure(pace, 1e4)
+        assert not caught
+        for _ in range(4):
+            measure(pace, 1e4)
+    assert len(caught) == 1
+    assert pace.has_warned
+
+
+def test_the_shortest_period_is_not_above_the_longest() -> None:
+    pace = Pace(Uneven(), 4, 2, SIZES)
+    assert pace.period == 2
+    assert measure(pace, 1e-3) == (0, 2)
+
+
+def test_a_copy_by_its_state_goes_on_in_the_same_way() -> None:
+    pace, other = Pace(Uneven(), 4, 64, SIZES), Pace(Uneven(), 4, 64, SIZES)
+    measure(pace, 40.0)
+    pace.add(pace.next_window, 0.5, 3.0)  # in the middle of a window
+    other.load_state_dict(copy.deepcopy(pace.state_dict()))
+    for one in (pace, other):
+        for step in (one.next_window + 1, one.next_window + 2):
+            one.add(step, 0.5, 3.0)
+    assert other.state_dict() == pace.state_dict()
+
+
+def steps(worker: laconic.Worker, comm: Virtual, number: int, computing: float = 1.0) -> list[float]:
+    """Trains with zero gradients; returns the seconds waited in each step."""
+    waited = []
+    for _ in range(number):
+        comm.seconds += computing
+        for p in worker.parameters:
+            p.grad = torch.zeros_like(p)
+        worker.optimizer.step()
+        waited.append(worker.meter.last_step.seconds())
+    return waited
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.3, 3.0])
+def test_auto_hides_the_background_and_follows_the_link(latency: float) -> None:
+    d = 1000
+    model = nn.Linear(d, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    comm = Virtual(bandwidth=4 * d / 6.0, latency=latency)  # 6 s for everything
+    with laconic.Worker(model, optimizer, laconic.Divisible(1000, background=None), comm=comm) as worker:
+        steps(worker, comm, FIRST + ROUNDS * WINDOW)
+        assert worker.method.metrics()["period"] == 7  # ⌈1.1 · 6 s / 1 s⌉
+        # One wait per step is that of the foreground, 6 ms and the latency; every 16 steps the settings are compared.
+        assert max(steps(worker, comm, 50)) < max(0.0, latency) + 0.05
+        assert worker.method.metrics()["waiting"] == pytest.approx(latency / (latency + 1.0), abs=0.03)
+        comm.bandwidth *= 3
+        steps(worker, comm, INTERVAL)
+        assert worker.method.metrics()["period"] == 3
+        comm.bandwidth /= 9
+        steps(worker, comm, 2 * INTERVAL)
+        assert worker.method.metrics()["period"] == 20
+
+
+def test_auto_takes_picks_on_a_slow_link_and_4_bits_again_on_a_fast_one() -> None:
+    d = 1 << 15
+    model = nn.Linear(d, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    comm = Virtual(bandwidth=d / 2 / 1.0)  # 1 s for everything in 4 bits
+    with laconic.Worker(model, optimizer, laconic.Divisible(), comm=comm) as worker:
+
+        def found() -> tuple[float, float]:
+            metrics = worker.method.metrics()
+            return metrics["bits"], metrics["period"]
+
+        steps(worker, comm, FIRST + ROUNDS * WINDOW)
+        assert found() == (4.0, 4.0)
+        comm.bandwidth /= 4
+        steps(worker, comm, INTERVAL + WINDOW)
+        assert found() == (0.6, 4.0)
+        comm.bandwidth /= 16
+        steps(worker, comm, INTERVAL + WINDOW)
+        bits, period = found()
+        assert bits == 0.6
+        assert 8 <= period <= 16
+        comm.bandwidth *= 64
+        steps(worker, comm, INTERVAL + 20 * WINDOW)
+        assert found() == (4.0, 4.0)
