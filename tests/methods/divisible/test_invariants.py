@@ -109,9 +109,8 @@ def check(by_step: list[tuple[dict[str, Any], ...]], text: str) -> None:
         assert all(torch.equal(rank["x_hat"], ranks[0]["x_hat"]) for rank in ranks), f"{text}: x̂ at step {step}"
         found = (total(ranks, "x") + total(ranks, "answered")) / n + total(ranks, "residual")
         expected = x_0 + total(ranks, "moved") / n
-        torch.testing.assert_close(
-            found, expected, rtol=0, atol=3e-6, msg=lambda details, step=step: f"{text}, step {step}: {details}"
-        )
+        difference = (found - expected).abs().max().item()
+        assert difference < 3e-6, f"{text}: the mean of x at step {step}, in fp32 steps of about 1e-7"
     end = by_step[-1]
     assert all(torch.equal(rank["x"], end[0]["x"]) for rank in end), f"{text}: the averaged model"
     assert not any(bool(rank["residual"].any()) or rank["in flight"] for rank in end), f"{text}: nothing is left"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,10 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     """The groups are interleaved in x: matrices and biases."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     biases = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": biases, "lr": 3e-3, "weight_decay": 0.0}, {"params": matrices, "betas": (0.8, 0.95)}]
+    groups: list[dict[str, Any]] = [
+        {"params": biases, "lr": 3e-3, "weight_decay": 0.0},
+        {"params": matrices, "betas": (0.8, 0.95)},
+    ]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
 
 
@@ -187,7 +191,11 @@ def test_workers_that_have_the_same_data_stay_equal() -> None:
         return path
 
     alone = run(laconic.Divisible())
-    for method in (laconic.Divisible(8, 3), laconic.Divisible(8, 3, None, delay=2), laconic.Divisible(8, 3, U4, hops=2)):
+    for method in (
+        laconic.Divisible(8, 3),
+        laconic.Divisible(8, 3, None, delay=2),
+        laconic.Divisible(8, 3, U4, hops=2),
+    ):
         for path in laconic.spawn(run, 3, method):
             tolerance = 1e-2 if method.hops == 2 else 1e-7  # averages are in fp32; the second hop quantizes them
             for x, expected in zip(path, alone, strict=True):
