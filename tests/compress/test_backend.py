@@ -41,10 +41,10 @@ def package(root):
     """Writes a package with two kernel files, a module they take a constant from, one they do not use, and a cache."""
     for folder in ("compress/kernels", "methods"):
         (root / folder / "__pycache__").mkdir(parents=True)
-    kernels = [root / "compress/kernels/bits.py", root / "methods/windows_kernels.py"]
+    kernels = [root / "compress/kernels/bits.py", root / "methods/average_numba.py"]
     kernels[0].write_text("from numba import njit\n")
-    kernels[1].write_text("import numba\nfrom laconic.methods.windows import BLOCK\n")
-    others = [root / "methods/windows.py", root / "methods/common.py"]
+    kernels[1].write_text("import numba\nfrom laconic.methods.average import BLOCK\n")
+    others = [root / "methods/average.py", root / "methods/other.py"]
     for source in others:
         source.write_text("BLOCK = 1\n")
     compiled = {}
@@ -58,20 +58,20 @@ def test_a_change_anywhere_makes_all_kernels_compile_again(tmp_path):
     compiled = package(tmp_path)
     backend.forget_stale_kernels(tmp_path)
     assert not compiled["bits"].exists()
-    assert not compiled["windows_kernels"].exists()
-    assert compiled["common"].exists()
+    assert not compiled["average_numba"].exists()
+    assert compiled["other"].exists()
 
     compiled["bits"].write_bytes(b"")
-    compiled["windows_kernels"].write_bytes(b"")
-    (tmp_path / "methods/common.py").write_text("BLOCK = 2\n")
+    compiled["average_numba"].write_bytes(b"")
+    (tmp_path / "methods/other.py").write_text("BLOCK = 2\n")
     backend.forget_stale_kernels(tmp_path)
-    assert compiled["bits"].exists(), "no kernel uses anything of methods/common.py"
+    assert compiled["bits"].exists(), "no kernel uses anything of methods/other.py"
 
-    for changed in ("compress/kernels/bits.py", "methods/windows.py"):
-        compiled["windows_kernels"].write_bytes(b"")
+    for changed in ("compress/kernels/bits.py", "methods/average.py"):
+        compiled["average_numba"].write_bytes(b"")
         (tmp_path / changed).write_text("import numba\nBLOCK = 2\n")
         backend.forget_stale_kernels(tmp_path)
-        assert not compiled["windows_kernels"].exists()
+        assert not compiled["average_numba"].exists()
 
 
 def test_the_sources_of_all_kernels_are_found():
