@@ -30,6 +30,7 @@ from laconic.method import Replica
 
 # Below this many entries a call of a kernel saves nothing.
 LARGE = 1 << 12
+LEAST_MOMENTUM = 0.1  # β₁ from which on m says more about the mean gradient than g
 TINY = 1e-38  # where V is 0, Q and m are
 SAMPLE = 1 << 14  # entries that metrics look at
 
@@ -63,8 +64,8 @@ class Factors(NamedTuple):
 
 
 def _slope(beta1: float, workers: int) -> float:
-    """Returns (1 − 1/n) / (1 − κ₀); 0 without momentum, where m is g and κ cannot be estimated, so that ρ is 1."""
-    return (1 - 1 / workers) * (1 + beta1) / (2 * beta1) if beta1 > 0 else 0.0
+    """Returns (1 − 1/n) / (1 − κ₀); 0 with little momentum, where m is nearly g and says nothing of κ, so that ρ is 1."""
+    return (1 - 1 / workers) * (1 + beta1) / (2 * beta1) if beta1 >= LEAST_MOMENTUM else 0.0
 
 
 def refresh(q: Tensor, m: Tensor, factors: Factors) -> None:

@@ -191,11 +191,8 @@ def test_workers_that_have_the_same_data_stay_equal() -> None:
         return path
 
     alone = run(laconic.Divisible())
-    for method in (
-        laconic.Divisible(8, 3),
-        laconic.Divisible(8, 3, None, delay=2),
-        laconic.Divisible(8, 3, U4, hops=2),
-    ):
+    methods = [laconic.Divisible(8, 3), laconic.Divisible(8, 3, None, delay=2), laconic.Divisible(8, 3, U4, hops=2)]
+    for method in methods:
         for path in laconic.spawn(run, 3, method):
             tolerance = 1e-2 if method.hops == 2 else 1e-7  # averages are in fp32; the second hop quantizes them
             for x, expected in zip(path, alone, strict=True):
