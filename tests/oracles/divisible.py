@@ -67,7 +67,7 @@ def divisible(
     x_hat = flat(models[0])
     d = len(x_hat)
     q = [torch.zeros_like(x_hat) for _ in range(n)]
-    lost = torch.zeros_like(x_hat)  # the second hop's error feedback
+    lost, lost_gradient = torch.zeros_like(x_hat), torch.zeros_like(x_hat)  # the second hop's error feedback
     totals = [torch.zeros_like(x_hat) for _ in range(n)]  # of local gradients since they were last sent
     shifts = [torch.zeros_like(x_hat) for _ in range(n)]
     sent_at: dict[int, int] = {}  # by the first entry of a piece
@@ -98,13 +98,15 @@ def divisible(
 
     def answer(flight: Flight) -> None:
         """The second hop: the average is quantized again."""
-        assert settings.background is not None
         part = slice(flight.entries.start, flight.entries.stop)
-        with_lost = mean(flight.moves) + lost[part]
-        flight.averages = [quantize(settings.background, with_lost)]
-        lost[part] = with_lost - flight.averages[0]
-        if flight.gradients:
-            flight.averages.append(quantize(Log(4), mean(flight.gradients)))
+        for vectors, code, residual in (
+            (flight.moves, settings.background, lost),
+            (flight.gradients, Log(4), lost_gradient),
+        ):
+            if vectors:
+                with_lost = mean(vectors) + residual[part]
+                flight.averages.append(quantize(code, with_lost))
+                residual[part] = with_lost - flight.averages[-1]
         flight.due += delay
 
     for step in range(1, steps + 1):

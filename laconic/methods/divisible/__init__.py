@@ -143,7 +143,7 @@ class Divisible(Method):
         if self._hops == 2:
             self.owner_residual = torch.zeros_like(self.x_hat)
         if self.corrected:
-            self._correction = Correction(worker)
+            self._correction = Correction(worker, self._hops)
         if self.period == "auto":
             sizes = [4.0 * worker.x.numel()]
             if self.background is not None:
@@ -246,8 +246,9 @@ class Divisible(Method):
             return GatheredMean(self._channel, piece.start, piece.stop, code, name=name)
         parts = split(piece.start, piece.stop, range(self._channel.size), unit=block_of(code))
         mine = parts[self._channel.rank]
-        residual = self.owner_residual[mine.start : mine.stop] if is_move and self.owner_residual is not None else None
-        return CodedMean(self._channel, parts, code, owner_residual=residual, name=name)
+        residual = self.owner_residual if is_move or self._correction is None else self._correction.owner_residual
+        assert residual is not None  # there are two hops
+        return CodedMean(self._channel, parts, code, owner_residual=residual[mine.start : mine.stop], name=name)
 
     def _apply_due(self, worker: Replica, step: int) -> None:
         flights, self._flights = self._flights, []

@@ -18,11 +18,15 @@ from laconic.method import Replica
 class Correction:
     """Accumulates the local gradient between messages, and adds the last known difference to each new gradient."""
 
-    def __init__(self, worker: Replica) -> None:
+    def __init__(self, worker: Replica, hops: int) -> None:
         self.total = torch.zeros_like(worker.x)  # of local gradients since they were last sent (d)
         self.shift = torch.zeros_like(worker.x)  # mean of all workers − local, as last known (d)
         self.since: dict[int, int] = {}  # by the first entry of a piece: the step in which it was last sent
         self.start = 0  # the step of the last `restart`
+        # Two hops: the quantization error of the means that this rank, as an owner, has sent (d). Without feedback it
+        # would be in every correction, and the corrections of all workers would not sum to zero.
+        kind = torch.promote_types(worker.x.dtype, torch.float32)
+        self.owner_residual = torch.zeros_like(worker.x, dtype=kind) if hops == 2 else None
         self._totals, self._shifts = worker.views(self.total), worker.views(self.shift)
 
     def before_step(self, worker: Replica) -> None:
@@ -46,12 +50,22 @@ class Correction:
         """Forgets sums that were begun with other pieces."""
         self.total.zero_()
         self.since, self.start = {}, step
+        if self.owner_residual is not None:
+            self.owner_residual.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         since = [list(item) for item in self.since.items()]
-        return {"total": self.total, "shift": self.shift, "since": since, "start": self.start}
+        return {
+            "total": self.total,
+            "shift": self.shift,
+            "since": since,
+            "start": self.start,
+            "owner_residual": self.owner_residual,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.total.copy_(saved["total"])
         self.shift.copy_(saved["shift"])
+        if self.owner_residual is not None:
+            self.owner_residual.copy_(saved["owner_residual"])
         self.since, self.start = dict(map(tuple, saved["since"])), saved["start"]
