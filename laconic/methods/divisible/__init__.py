@@ -297,6 +297,7 @@ class Divisible(Method):
     def _recut(self, worker: Replica) -> None:
         """Pieces or their owners change: nothing may be left that was cut the old way."""
         self._background.clear()
+        self.next_entry = 0  # or the first new sweep would have other pieces than those that follow
         if self._hops == 2:
             self.drain(worker)
         if self._correction is not None:
