@@ -64,7 +64,7 @@ class Factors(NamedTuple):
 
 
 def _slope(beta1: float, workers: int) -> float:
-    """Returns (1 − 1/n) / (1 − κ₀); 0 with little momentum, where m is nearly g and says nothing of κ, so that ρ is 1."""
+    """Returns (1 − 1/n) / (1 − κ₀); with little momentum 0, so that ρ is 1: m is nearly g and says nothing of κ."""
     return (1 - 1 / workers) * (1 + beta1) / (2 * beta1) if beta1 >= LEAST_MOMENTUM else 0.0
 
 
