@@ -69,7 +69,9 @@ class Problem:
     def __init__(self, cell: Cell) -> None:
         is_gpt = cell.task.startswith("gpt")
         kind = tasks.find_task("shakespeare" if is_gpt else cell.task)
-        settings: dict[str, Any] = {"subset": True} if cell.task == "cifar10" else {"batch_size": 8} if is_gpt else {}
+        settings: dict[str, Any] = (
+            {"subset": True, "model": "resnet8"} if cell.task == "cifar10" else {"batch_size": 8} if is_gpt else {}
+        )
         self.task: Task = kind(partition=cell.partition, **settings)
         # The usual recipe of a small GPT: accumulation, clipping, decay of matrices only.
         self.accumulate, self.clip = (2, 1.0) if is_gpt else (1, None)
