@@ -25,7 +25,7 @@ from laconic.comm.reception import Reception, call
 Status = Literal["answers", "silent", "unreachable", "gone"]
 RETRY_SECONDS = 1.0  # between two attempts to connect to a rank whose host does not answer
 CONNECT_SECONDS = 2.0
-TELL_SECONDS = 2.0  # in which another rank's host must take an error message
+TELL_SECONDS = 1.0  # in which another rank's host must take an error message
 # The number in a hello says what the caller wants: to watch this rank or to know whether it is there, to say that it
 # leaves, or to report a failure in a text of so many bytes more than _NOTICE.
 _WATCH, _LEAVE, _NOTICE = 0, 1, 2
@@ -95,7 +95,6 @@ class Lifeline:
             try:
                 with call(self._receptions[rank], self._rank, number, TELL_SECONDS) as connection:
                     connection.sendall(content)
-                    connection.recv(1)  # returns when the other end has read all, and closes
             except OSError:
                 return  # it is gone, or finds out by itself
 

@@ -11,19 +11,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from laconic.comm.comm import PeerError
-from laconic.comm.lifeline import Lifeline
+from laconic.comm.lifeline import Lifeline, Status
 from laconic.comm.pairing import Dropped, Pairing
 from laconic.comm.store import JobStore, StoreGone
 from laconic.comm.wire import own_address
 
 CHECK_SECONDS = 1.0  # between two looks for failures, while waiting
-ROLL_CALL_SECONDS = 2.5  # in which the others must answer a roll call
+ROLL_CALL_SECONDS = 2.0  # in which the others must answer a roll call
 
 
 class Register:
@@ -38,9 +39,9 @@ class Register:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         # torchrun's agent and `spawn` hold the store themselves; otherwise torch lets rank 0 do it.
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._holds_store = rank == 0 and not by_launcher
-        job = JobStore(store, "the launcher" if by_launcher else "rank 0", timeout)
+        self._by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._holds_store = rank == 0 and not self._by_launcher
+        job = JobStore(store, "the launcher" if self._by_launcher else "rank 0", timeout)
         # One job may run several Workers one after another. Each rank counts its own, and all come to the same number.
         number = job.add(f"laconic/{rank}", 1)
         self.store = job.prefixed(f"laconic/{number}")  # the keys of this Worker
@@ -90,12 +91,16 @@ class Register:
 
     def meet(self, what: str, step: int, note: Any, *, timeout: float | None = None) -> list[Any]:
         """Implements `Comm.meet`."""
+        with self._naming_store(f"{what} at step {step}"):
+            return self._meet(what, step, note, timeout or self.timeout)
+
+    def _meet(self, what: str, step: int, note: Any, timeout: float) -> list[Any]:
         self._meetings += 1
         number = self._meetings
         if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
             self.store.delete_key(f"meet/{number - 2}/{self.rank}")
         self.store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
-        self._wait_for_members(number, what, step, timeout or self.timeout)
+        self._wait_for_members(number, what, step, timeout)
         signed = [json.loads(self.store.get(f"meet/{number}/{rank}")) for rank in self.members]
         if any(other[0] != what for other in signed):
             places = "; ".join(
@@ -141,29 +146,46 @@ class Register:
 
     def raise_if_failed(self, doing: str) -> None:
         """Raises if some rank has failed. `doing` describes what this rank waits for."""
-        try:
-            why = self.lifeline.notice
-            if why is None and self.store.check(["failed"]):
-                why = self.store.get("failed").decode()
-        except StoreGone as gone:
-            raise StoreGone(f"rank {self.rank}: {doing} cannot complete: {self.lifeline.notice or gone}") from gone
+        why = self.lifeline.notice
+        if why is None:
+            with self._naming_store(doing):
+                why = self.store.get("failed").decode() if self.store.check(["failed"]) else None
         if why is not None:
             raise PeerError(f"rank {self.rank}: {doing} cannot complete: {why}")
+
+    @contextmanager
+    def _naming_store(self, doing: str) -> Iterator[None]:
+        """Adds to an error of the store what this rank was doing, and whether the rank that holds the store died."""
+        try:
+            yield
+        except StoreGone as gone:
+            if gone.is_named:
+                raise
+            if not gone.is_silent and not self._by_launcher and not self._holds_store and self.lifeline.is_started:
+                self._report_if_dead(self.lifeline.survey([0], ROLL_CALL_SECONDS))
+            why = self.lifeline.notice or gone
+            raise StoreGone(f"rank {self.rank}: {doing} cannot complete: {why}", is_named=True) from gone
 
     def _explain_silence(self, is_over: bool) -> str | None:
         """Tells the store why it does not answer; None if that is not known."""
         if self.lifeline.notice is not None or not is_over or not self.lifeline.is_started:
             return self.lifeline.notice
-        reached = self.lifeline.survey(self.members, ROLL_CALL_SECONDS)
-        if any(status != "unreachable" for status in reached.values()):
+        found = self.lifeline.survey(self.members, ROLL_CALL_SECONDS)
+        self._report_if_dead(found)
+        if any(status != "unreachable" for status in found.values()):
             return self.lifeline.notice
         return (
             f"for {self.timeout:g} s rank {self.rank} reached neither {self.store.name} nor any other rank: "
             f"the link of its own host seems to be cut"
         )
 
+    def _report_if_dead(self, found: Mapping[int, Status]) -> None:
+        for rank, status in found.items():
+            if status == "gone" and rank not in self.lifeline.left:
+                self._report_death(rank)
+
     def _report_death(self, rank: int) -> None:
-        """Called by the lifeline's thread."""
+        """Called by the lifeline's thread too."""
         text = f"rank {rank} died: its process ended without leaving the Worker's block (was it killed?)"
         try:
             if self.pairing is not None:
@@ -188,7 +210,11 @@ class Register:
             number: its number in that sequence.
         """
         self.raise_if_failed(doing)
-        self._answer_roll_call(doing)
+        with self._naming_store(doing):
+            self._answer_roll_call(doing)
+            self._raise_if_at_meeting(doing, participants, number)
+
+    def _raise_if_at_meeting(self, doing: str, participants: Mapping[int, str], number: int) -> None:
         for rank, sequence in participants.items():
             key = f"meet/{self._meetings + 1}/{rank}"
             if rank == self.rank or not self.store.check([key]):
@@ -223,28 +249,25 @@ class Register:
             cause: what happened to it.
             participants: the ranks that this rank waits for in it.
         """
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        missing = [rank for rank in participants if rank != self.rank]
         try:
-            deadline = time.monotonic() + ROLL_CALL_SECONDS
             self.raise_if_failed(doing)
-            self.store.set("roll call", "")
-            self._answer_roll_call(doing)
-            found = self.lifeline.survey(range(self.size), ROLL_CALL_SECONDS)
-            for rank in [rank for rank, status in found.items() if status == "gone"]:
-                if rank not in self.lifeline.left:
-                    self._report_death(rank)
+            with self._naming_store(doing):
+                self.store.set("roll call", "")
+                self._answer_roll_call(doing)
+                found = self.lifeline.survey(range(self.size), ROLL_CALL_SECONDS)
+                self._report_if_dead(found)
+                self.raise_if_failed(doing)
+                for rank in missing:
+                    self.store.appear([f"alive/{rank}"], deadline - time.monotonic(), self.serve)
+                absent = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
             self.raise_if_failed(doing)
-            missing = [rank for rank in participants if rank != self.rank]
-            for rank in missing:
-                self.store.appear([f"alive/{rank}"], deadline - time.monotonic(), self.serve)
-            self.raise_if_failed(doing)
-            whom = self._blame(found, [rank for rank in missing if not self.store.check([f"alive/{rank}"])])
-        except StoreGone as gone:
-            return StoreGone(f"rank {self.rank}: {doing} failed: {self.lifeline.notice or gone} ({cause})")
         except PeerError as named:
             return named
-        return PeerError(f"rank {self.rank}: {doing} failed, {whom} ({cause})")
+        return PeerError(f"rank {self.rank}: {doing} failed, {self._blame(found, absent)} ({cause})")
 
-    def _blame(self, found: Mapping[int, str], absent: list[int]) -> str:
+    def _blame(self, found: Mapping[int, Status], absent: list[int]) -> str:
         """Says what a roll call has found out. `absent`: the participants that do not wait as this rank does."""
         unreachable = [rank for rank, status in found.items() if status == "unreachable"]
         silent = [rank for rank, status in found.items() if status == "silent"]

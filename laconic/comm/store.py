@@ -26,7 +26,16 @@ CONNECT_SECONDS = 3.0
 
 
 class StoreGone(PeerError):
-    """The job's store does not answer."""
+    """The job's store does not answer.
+
+    Attributes:
+        is_silent: its host may still be there.
+        is_named: the text says what this rank was doing.
+    """
+
+    def __init__(self, text: str, *, is_silent: bool = False, is_named: bool = False) -> None:
+        super().__init__(text)
+        self.is_silent, self.is_named = is_silent, is_named
 
 
 class _Call:
@@ -62,7 +71,7 @@ class _Caller:
             why = self.explain(is_over)
             if why is not None or is_over:
                 self.gone = why or f"{self.name} did not answer for {self.timeout:g} s"
-                raise StoreGone(self.gone)
+                raise StoreGone(self.gone, is_silent=True)
         if isinstance(call.error, DistNetworkError):
             self.gone = f"{self.name} is gone ({str(call.error).splitlines()[0]})"
             raise StoreGone(self.gone) from call.error

@@ -176,10 +176,10 @@ def test_a_reset_connection_is_replaced_in_the_middle_of_messages(background: bo
         while not conversation.moved or conversation._received == 0:
             time.sleep(0.001)
         with opened[at]._changed:
-            if conversation.wire is not None:
-                reset(opened[at], 1 - at)
+            reset(opened[at], 1 - at)
         for future in futures:
             future.result(timeout=60)
+        assert [mesh._conversations[1 - i].generation for i, mesh in enumerate(opened)] == [1, 1]
         assert [len(mesh._conversations[1 - i]._unconfirmed) < 3 for i, mesh in enumerate(opened)] == [True, True]
 
 
