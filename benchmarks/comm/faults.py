@@ -156,6 +156,7 @@ def play(seed: int, ranks: int, fault: str, timeout: float) -> Round:
                 cutter = context.Process(target=cut, args=(hosts[victim],))
                 cutter.start()
                 cutter.join()
+                at = time.monotonic()
             else:
                 os.kill(processes[victim].pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
             errors = {}

@@ -53,6 +53,7 @@ class Lifeline:
         self._reception = Reception(address)
         self._receptions: dict[int, str] = {}  # of the other ranks
         self._on_death: Callable[[int], None] = lambda rank: None
+        self._has_told = False
         self._held: socket.socket | None = None  # the connection to the next rank
         self._callers: set[socket.socket] = set()  # connections of others to this rank
         self._wake, self._woken = socket.socketpair()
@@ -79,10 +80,14 @@ class Lifeline:
         self._thread.start()
 
     def tell(self, text: str) -> None:
-        """Reports a failure to all other ranks, unless one is known already."""
-        if self.notice is None:
-            self.notice = text
-            content = text.encode()[:_LONGEST_NOTICE]
+        """Reports a failure to all other ranks: the first that is known here, which may be another one's report.
+
+        Every rank passes it on before it closes, so that none is accused because it has ended after a failure.
+        """
+        self.notice = self.notice or text
+        if not self._has_told:
+            self._has_told = True
+            content = self.notice.encode()[:_LONGEST_NOTICE]
             self._push(_NOTICE + len(content), content)
 
     def leave(self) -> None:
@@ -134,7 +139,21 @@ class Lifeline:
         others = [rank for rank in ranks if rank != self._rank]
         result.update(dict.fromkeys(others, "unreachable"))
         self._in_parallel(ask, others)
+        if "gone" in result.values():
+            self._catch_up(seconds)
         return dict(result)
+
+    def _catch_up(self, seconds: float) -> None:
+        """Waits until the thread has read what other ranks had sent before they closed their ports.
+
+        It answers calls in batches, in any order. So the answer to a second call comes after the whole first batch.
+        """
+        for _ in range(2):
+            try:
+                with call(str(self), self._rank, _WATCH, seconds) as connection:
+                    connection.recv(1)
+            except OSError:
+                return  # it is busy, or closing
 
     def _in_parallel(self, function: Callable[[int], None], ranks: Iterable[int]) -> None:
         others = [rank for rank in ranks if rank != self._rank]
