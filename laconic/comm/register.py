@@ -176,7 +176,7 @@ class Register:
             return self.lifeline.notice
         return (
             f"for {self.timeout:g} s rank {self.rank} reached neither {self.store.name} nor any other rank: "
-            f"the link of its own host seems to be cut"
+            f"{self._cut_link(found)}"
         )
 
     def _report_if_dead(self, found: Mapping[int, Status]) -> None:
@@ -272,7 +272,7 @@ class Register:
         unreachable = [rank for rank, status in found.items() if status == "unreachable"]
         silent = [rank for rank, status in found.items() if status == "silent"]
         if unreachable and len(unreachable) == len(found):
-            return f"rank {self.rank} reaches no other rank: the link of its own host seems to be cut"
+            return f"rank {self.rank} reaches no other rank: {self._cut_link(found)}"
         if unreachable:
             return f"no connection to {ranks(unreachable)}: the host or its link is down"
         within = f"within {ROLL_CALL_SECONDS:g} s"
@@ -281,6 +281,11 @@ class Register:
         if absent:
             return f"did not answer {within}: {ranks(absent)} (it lives, and may be computing)"
         return "all ranks are alive"
+
+    def _cut_link(self, unreachable: Collection[int]) -> str:
+        if len(unreachable) > 1:
+            return "the link of its own host seems to be cut"
+        return f"the host of one of the two ranks, or its link, is down ({ranks(sorted([self.rank, *unreachable]))})"
 
     def _answer_roll_call(self, doing: str) -> None:
         if self.store.check(["roll call"]):
