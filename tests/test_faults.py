@@ -315,7 +315,7 @@ def test_strangers_do_not_delay_a_job() -> None:
             strangers.extend(socket.create_connection(server.getsockname()) for _ in range(100))
             return server
 
-        socket.create_server = create_and_flood  # type: ignore[assignment]
+        socket.create_server = create_and_flood
         error = error_of(lambda worker: train_steps(worker, 3), timeout=20)
         return error if len(ports) >= 3 and BACKLOG > 100 else f"only the ports {ports}"
 
