@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -104,7 +105,7 @@ def spawn(
     job = cloudpickle.dumps((fn, args))
     # On loopback this process keeps the rendezvous store, so that it outlives every worker. From an emulated host this
     # process cannot be reached, so rank 0 keeps the store there.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts is None else None
+    store = local_store() if hosts is None else None
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
     try:
@@ -133,6 +134,13 @@ def spawn(
             process.join()
         for pipe in pipes:
             pipe.close()
+
+
+def local_store() -> TCPStore:
+    """Returns a new store that only this machine can reach. By itself, torch would listen on all interfaces."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _environment(rank: int, workers: int, store: TCPStore | None, hosts: Sequence[Host] | None) -> dict[str, str]:

@@ -7,20 +7,18 @@ import threading
 import time
 import warnings
 from collections import Counter
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.distributed import DistNetworkError
-from torch.distributed.distributed_c10d import Store
 
 from laconic.comm.comm import PeerError
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Dropped, Need, Pairing, wakeup_key
-from laconic.comm.register import CHECK_SECONDS, STORE_IS_GONE, StoreGone, first_line, heartbeat_key
+from laconic.comm.register import CHECK_SECONDS, first_line, heartbeat_key
+from laconic.comm.store import JobStore, StoreGone
 from laconic.comm.wire import Connector, Wire, WireError
 from laconic.topology import Topology
 
@@ -28,12 +26,14 @@ from laconic.topology import Topology
 class BackgroundGossip(Gossip):
     """Implements `Gossip` over the job's store, which pairs workers, and TCP connections of its own."""
 
-    def __init__(self, store: Store, topology: Topology, rank: int, talk: Talk, meter: Meter, timeout: float) -> None:
+    def __init__(
+        self, store: JobStore, topology: Topology, rank: int, talk: Talk, meter: Meter, timeout: float
+    ) -> None:
         self.topology, self.exchanges, self.partners = topology, 0, Counter()
         self._graph, self._rank, self._talk, self._meter, self._timeout = topology, rank, talk, meter, timeout
         self._lock = threading.Lock()  # held by the training thread inside `with`, or by a part of a dialogue
-        self._wires = PeerWires(_own_client(store), rank, timeout)
-        self._store = _own_client(store)
+        self._wires = PeerWires(store.clone(), rank, timeout)
+        self._store = store.clone()
         self._pairing = Pairing(self._store, topology, rank)
         self._last_heartbeat = time.monotonic()
         # Everything below is guarded by `_changed`, on which all threads wait.
@@ -47,7 +47,7 @@ class BackgroundGossip(Gossip):
         self._warnings: list[str] = []
         self._threads = [
             threading.Thread(target=self._run, name="laconic-gossip", daemon=True),
-            threading.Thread(target=self._listen, args=(_own_client(store),), name="laconic-wakeup", daemon=True),
+            threading.Thread(target=self._listen, args=(store.clone(),), name="laconic-wakeup", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -113,11 +113,11 @@ class BackgroundGossip(Gossip):
             with torch.no_grad():
                 while self._make_or_await_exchange():
                     pass
-        except DistNetworkError:
-            self._end(StoreGone(f"rank {self._rank}: gossip cannot continue: {STORE_IS_GONE}"))
+        except StoreGone as gone:
+            self._end(StoreGone(f"rank {self._rank}: gossip cannot continue: {gone}"))
         except BaseException as error:  # noqa: BLE001  raised again on the training thread
             self._end(error)
-        with contextlib.suppress(DistNetworkError):
+        with contextlib.suppress(StoreGone):
             self._store.set(wakeup_key(self._rank, self._wakeup), "")  # so that the other thread ends too
 
     def _end(self, error: BaseException) -> None:
@@ -205,14 +205,14 @@ class BackgroundGossip(Gossip):
 
     # Called by the thread that waits to be woken up.
 
-    def _listen(self, store: Store) -> None:
+    def _listen(self, store: JobStore) -> None:
         """Waits for this worker's wake-up keys, since the other thread already waits for `_changed`."""
         while not self._closing and self._error is None:
             key = wakeup_key(self._rank, self._wakeup)
             try:
-                store.wait([key], timedelta(seconds=self._timeout))
+                store.wait([key], self._timeout)
                 store.delete_key(key)
-            except DistNetworkError:
+            except StoreGone:
                 return  # the other thread finds out too, and reports it
             except RuntimeError:  # torch's error for a key that is not there yet
                 continue
@@ -229,8 +229,7 @@ class PeerIsSilent(PeerError):
 class PeerWires:
     """Wires to the neighbours, each made by both ends in their first exchange. One exchange is made at a time."""
 
-    def __init__(self, store: Store, rank: int, timeout: float) -> None:
-        store.set_timeout(timedelta(seconds=timeout))
+    def __init__(self, store: JobStore, rank: int, timeout: float) -> None:
         self._connector = Connector(store, rank, timeout)
         self._wires: dict[int, Wire] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
@@ -260,13 +259,3 @@ class PeerWires:
         self._connector.close()
         for peer in list(self._wires):
             self.forget(peer)
-
-
-def _own_client(store: Store) -> Store:
-    """Returns a client of the store for another thread: while one thread waits on a client, no other can use it."""
-    if not hasattr(store, "clone"):
-        raise RuntimeError(
-            f"gossip in the background needs a store that can be cloned (TCPStore), not a {type(store).__name__}"
-        )
-    clone: Store = store.clone()
-    return clone

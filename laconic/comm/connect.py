@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from datetime import timedelta
 
@@ -48,18 +49,37 @@ def connect(device: torch.device, timeout: float) -> Comm:
             _warn_if_launched()
             return Solo()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+        _initialise(backend, patience)
     if dist.get_world_size() == 1:
         return Solo()
     store = dist.distributed_c10d._get_default_store()
     register = Register(store, dist.get_rank(), dist.get_world_size(), timeout)
     try:
-        register.meet("the start", 0, None, timeout=patience)
-        register.raise_if_failed("the start")  # of a rank that was here earlier, and has given up
+        register.start(patience)
         return DistributedComm("foreground", register, Meter(), "nccl" if device.type == "cuda" else "gloo")
     except PeerError as error:
         register.fail(str(error))
         raise
+
+
+def _initialise(backend: str, seconds: float) -> None:
+    """Calls init_process_group on a thread: it has a time-out for ranks that do not come, but none for the store."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+        except Exception as error:  # noqa: BLE001  raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="laconic-start", daemon=True)
+    thread.start()
+    thread.join(seconds + 1)
+    if errors:
+        raise errors[0]
+    if thread.is_alive():
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise PeerError(f"rank {os.environ['RANK']}: the job's store at {where} did not answer for {seconds:g} s")
 
 
 def _warn_if_launched() -> None:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 
 from laconic.comm.background import BackgroundGossip
 from laconic.comm.checks import check_buffers, contiguous_copy
@@ -25,8 +24,8 @@ from laconic.comm.mesh import HAS_EPOLL, Mesh
 from laconic.comm.meter import Meter, ring_mean_nbytes, tree_children
 from laconic.comm.pairing import Pairing
 from laconic.comm.register import Register, first_line
-from laconic.comm.wire import WireError, bytes_of
-from laconic.comm.work import PendingWork, PointToPointWork, Work, wait_for
+from laconic.comm.wire import Connector, WireError, bytes_of
+from laconic.comm.work import PendingWork, PointToPointWork, Work, call_torch, wait_for
 from laconic.topology import Topology
 
 T = TypeVar("T")
@@ -54,21 +53,41 @@ class DistributedComm(Comm):
         self.rank, self.size, self.meter = register.rank, register.size, meter
         self._name, self._register, self._backend, self._background = name, register, backend, background
         # A rank that does not come is named by the meeting; new_group alone would only say that a key is missing.
-        register.meet(f"the opening of the {name} channel", meter.step, None)
+        self._opening = f"the opening of the {name} channel"
+        register.meet(self._opening, meter.step, None)
         self._sequence = f"{name}-{register.count('channels')}"
         self._timeout = timedelta(seconds=register.timeout)
-        self._whole = dist.new_group(backend=backend, timeout=self._timeout)
+        self._whole = self._new_group(list(range(self.size)))
         self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
         self._mesh = self._open_mesh() if backend == "gloo" and HAS_EPOLL and self.size > 1 else None
 
+    def _new_group(self, members: list[int]) -> Any:
+        def new_group() -> Any:
+            if len(members) == self.size:
+                return dist.new_group(backend=self._backend, timeout=self._timeout)
+            # gloo cannot use a group with a dead rank.
+            return dist.new_group(members, backend=self._backend, timeout=self._timeout, use_local_synchronization=True)
+
+        if self._backend == "nccl":
+            return new_group()  # on this thread, whose current device it uses
+        return call_torch(new_group, self._register, self._opening)
+
     def _open_mesh(self) -> Mesh:
-        store = PrefixStore(self._sequence, self._register.store)
+        register = self._register
         others = [rank for rank in range(self.size) if rank != self.rank]
+        connector = Connector(
+            register.store.prefixed(self._sequence),
+            self.rank,
+            register.timeout,
+            lambda: register.raise_if_failed(self._opening),
+        )
         try:
-            return Mesh(store, self.rank, others, self._register.timeout, background=self._background)
-        except (WireError, OSError, dist.DistError) as error:
-            raise self._register.roll_call(f"the opening of the {self._name} channel", first_line(error)) from error
+            mesh = Mesh(connector, self.rank, others, background=self._background)
+        except (WireError, OSError) as error:
+            raise register.roll_call(self._opening, first_line(error), others) from error
+        register.meanwhile.append(mesh.serve)
+        return mesh
 
     @property
     def members(self) -> list[int]:
@@ -81,11 +100,9 @@ class DistributedComm(Comm):
 
     @property
     def _group(self) -> Any:
-        """The process group of the members. gloo cannot use a group with a dead rank, so this makes another."""
+        """The process group of the members."""
         if self._group_members != self.members:
-            self._members_group = dist.new_group(
-                self.members, backend=self._backend, timeout=self._timeout, use_local_synchronization=True
-            )
+            self._members_group = self._new_group(self.members)
             self._group_members = self.members
         return self._members_group
 
@@ -238,8 +255,12 @@ class DistributedComm(Comm):
                 channel._mesh.close()
 
     def close(self) -> None:
+        self._register.leave()
+        self._close_connections()
+
+    def _close_connections(self) -> None:
         for channel in self._channels:
-            channel.close()
+            channel._close_connections()
         if self._mesh is not None:
             self._mesh.close()
         for group in {self._whole, self._members_group}:
@@ -263,8 +284,11 @@ class DistributedComm(Comm):
         number = self._register.count(sequence)
         try:
             work = launch()
+        except PeerError:
+            raise
         except RuntimeError as error:  # gloo may notice a dead rank already here
-            raise self._register.roll_call(f"{name} at step {self.meter.step}", first_line(error)) from error
+            others = self.members if peer is None else [peer]
+            raise self._register.roll_call(f"{name} at step {self.meter.step}", first_line(error), others) from error
         self.meter.add(self._name, verb, calls=1 if nbytes else 0, nbytes=nbytes)
 
         def wait() -> None:

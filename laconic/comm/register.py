@@ -1,30 +1,30 @@
-"""Meetings, failures and heartbeats in the job's key-value store: how a rank learns why another one does not answer.
+"""Meetings, failures and roll calls: how a rank learns why another one does not answer.
 
-A collective that hangs does not say why. The store does: a rank that fails writes its error there, and a rank that
-comes to a meeting (the end, `consensus()`, a checkpoint) signs in there. So a rank that has waited for a second reads
-the store, and raises with the reason long before the time-out.
+A collective that hangs does not say why. The job's store does: a rank that fails writes its error there, and a rank
+that comes to a meeting (the end, `consensus()`, a checkpoint) signs in there. So a rank that has waited for a second
+reads the store, and raises with the reason long before the time-out. A rank that was killed writes nothing: the
+lifelines notice that, and pass failures on even when the store is gone.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed import DistNetworkError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from laconic.comm.comm import PeerError
+from laconic.comm.lifeline import Lifeline, Status
 from laconic.comm.pairing import Dropped, Pairing
+from laconic.comm.store import JobStore, StoreGone
+from laconic.comm.wire import own_address
 
-CHECK_SECONDS = 1.0  # between two reads of the store, while waiting
-ROLL_CALL_SECONDS = 3.0  # in which the others must answer a roll call
-STORE_IS_GONE = "the job's store does not answer: the launcher, or the rank that holds it (usually 0), is gone"
-
-
-class StoreGone(PeerError):
-    """The process that holds the job's store is gone."""
+CHECK_SECONDS = 1.0  # between two looks for failures, while waiting
+ROLL_CALL_SECONDS = 2.0  # in which the others must answer a roll call
 
 
 class Register:
@@ -38,14 +38,51 @@ class Register:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        # torchrun's agent and `spawn` hold the store themselves; otherwise torch lets rank 0 do it.
+        self._by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._holds_store = rank == 0 and not self._by_launcher
+        job = JobStore(store, "the launcher" if self._by_launcher else "rank 0", timeout)
         # One job may run several Workers one after another. Each rank counts its own, and all come to the same number.
-        number = store.add(f"laconic/{rank}", 1)
-        self.store = PrefixStore(f"laconic/{number}", store)  # the keys of this Worker
+        number = job.add(f"laconic/{rank}", 1)
+        self.store = job.prefixed(f"laconic/{number}")  # the keys of this Worker
+        self.store.set_explain(self._explain_silence)
         self.rank, self.size, self.timeout = rank, size, timeout
+        self.lifeline = Lifeline(own_address(job.address), rank, size)
+        self.store.set(f"lifeline/{rank}", str(self.lifeline))
+        # Called again and again while this rank waits for something else: others may need a connection to it repaired.
+        self.meanwhile: list[Callable[[], None]] = []
         self.members = list(range(size))  # as of the last meeting
         self.pairing: Pairing | None = None  # with gossip: lists the ranks that were dropped, and the rest continue
         self._meetings = 0
         self._started: dict[str, int] = {}  # operations started so far, by sequence
+
+    def start(self, timeout: float) -> None:
+        """Waits for all ranks, and connects the lifelines.
+
+        Args:
+            timeout: seconds to wait for the others, which may still import and load.
+        """
+        self.meet("the start", 0, None, timeout=timeout)
+        self.raise_if_failed("the start")  # of a rank that was here earlier, and has given up
+        self.lifeline.start(
+            {rank: self.store.get(f"lifeline/{rank}").decode() for rank in range(self.size)}, self._report_death
+        )
+
+    def leave(self) -> None:
+        """Says goodbye, after the last meeting. The rank that holds the store leaves last, since the others need it."""
+        if self._holds_store:
+            deadline = time.monotonic() + self.timeout
+            others = {rank for rank in self.members if rank != self.rank}
+            while not others <= self.lifeline.left and self.lifeline.notice is None and time.monotonic() < deadline:
+                self.serve()
+                time.sleep(0.002)
+        self.lifeline.leave()
+        self.store.close()
+
+    def serve(self) -> None:
+        """Repairs connections that others need, while this rank waits for something else."""
+        for serve in self.meanwhile:
+            serve()
 
     def count(self, sequence: str) -> int:
         """Counts another operation, and returns its number in its sequence: that of a channel, or of a pair on it."""
@@ -54,12 +91,16 @@ class Register:
 
     def meet(self, what: str, step: int, note: Any, *, timeout: float | None = None) -> list[Any]:
         """Implements `Comm.meet`."""
+        with self._naming_store(f"{what} at step {step}"):
+            return self._meet(what, step, note, timeout or self.timeout)
+
+    def _meet(self, what: str, step: int, note: Any, timeout: float) -> list[Any]:
         self._meetings += 1
         number = self._meetings
         if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
             self.store.delete_key(f"meet/{number - 2}/{self.rank}")
         self.store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
-        self._wait_for_members(number, what, step, timeout or self.timeout)
+        self._wait_for_members(number, what, step, timeout)
         signed = [json.loads(self.store.get(f"meet/{number}/{rank}")) for rank in self.members]
         if any(other[0] != what for other in signed):
             places = "; ".join(
@@ -74,7 +115,7 @@ class Register:
         while True:
             expected = [rank for rank in self.members if self.pairing is None or rank not in self.pairing.dropped]
             keys = [f"meet/{number}/{rank}" for rank in expected]
-            if self._appear(keys, min(CHECK_SECONDS, self.timeout)):
+            if self.store.appear(keys, min(CHECK_SECONDS, self.timeout), self.serve):
                 break
             self.raise_if_failed(f"{what} at step {step}")
             missing = [rank for rank, key in zip(expected, keys, strict=True) if not self.store.check([key])]
@@ -85,7 +126,7 @@ class Register:
                     self.pairing.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
                 self.pairing.read()
             elif time.monotonic() > deadline:
-                raise PeerError(f"rank {self.rank}: {what} at step {step} waited {timeout:g} s for {ranks(missing)}")
+                raise self._time_is_over(what, step, timeout, missing)
         if self.pairing is not None:
             self._agree_on_members(self.pairing, f"meet/{number}/members", expected)
 
@@ -96,14 +137,67 @@ class Register:
             why = pairing.read().get(self.rank, "it came too late to a meeting")
             raise Dropped(f"rank {self.rank} was dropped, the others go on without it: {why}")
 
+    def _time_is_over(self, what: str, step: int, timeout: float, missing: list[int]) -> PeerError:
+        """Returns the error for a meeting to which some ranks did not come in time."""
+        doing = f"{what} at step {step}"
+        if self.lifeline.is_started:
+            return self.roll_call(doing, f"waited {timeout:g} s for {ranks(missing)}", missing)
+        return PeerError(f"rank {self.rank}: {doing} waited {timeout:g} s for {ranks(missing)}")
+
     def raise_if_failed(self, doing: str) -> None:
         """Raises if some rank has failed. `doing` describes what this rank waits for."""
+        why = self.lifeline.notice
+        if why is None:
+            with self._naming_store(doing):
+                why = self.store.get("failed").decode() if self.store.check(["failed"]) else None
+        if why is not None:
+            raise PeerError(f"rank {self.rank}: {doing} cannot complete: {why}")
+
+    @contextmanager
+    def _naming_store(self, doing: str) -> Iterator[None]:
+        """Adds to an error of the store what this rank was doing, and whether the rank that holds the store died."""
         try:
-            found = self.store.get("failed") if self.store.check(["failed"]) else None
-        except DistNetworkError as gone:
-            raise StoreGone(f"rank {self.rank}: {doing} cannot complete: {STORE_IS_GONE}") from gone
-        if found is not None:
-            raise PeerError(f"rank {self.rank}: {doing} cannot complete: {found.decode()}")
+            yield
+        except StoreGone as gone:
+            if gone.is_named:
+                raise
+            if not gone.is_silent and not self._by_launcher and not self._holds_store and self.lifeline.is_started:
+                self._report_if_dead(self.lifeline.survey([0], ROLL_CALL_SECONDS))
+            why = self.lifeline.notice or gone
+            raise StoreGone(f"rank {self.rank}: {doing} cannot complete: {why}", is_named=True) from gone
+
+    def _explain_silence(self, is_over: bool) -> str | None:
+        """Tells the store why it does not answer; None if that is not known."""
+        if self.lifeline.notice is not None or not is_over or not self.lifeline.is_started:
+            return self.lifeline.notice
+        found = self.lifeline.survey(self.members, ROLL_CALL_SECONDS)
+        self._report_if_dead(found)
+        if any(status != "unreachable" for status in found.values()):
+            return self.lifeline.notice
+        return (
+            f"for {self.timeout:g} s rank {self.rank} reached neither {self.store.name} nor any other rank: "
+            f"{self._cut_link(found)}"
+        )
+
+    def _report_if_dead(self, found: Mapping[int, Status]) -> None:
+        for rank, status in found.items():
+            if status == "gone" and rank not in self.lifeline.left:
+                self._report_death(rank)
+
+    def _report_death(self, rank: int) -> None:
+        """Called by the lifeline's thread too."""
+        text = f"rank {rank} died: its process ended without leaving the Worker's block (was it killed?)"
+        try:
+            if self.pairing is not None:
+                Pairing(self.store, self.pairing.topology, self.rank).drop(rank, f"{text}, says rank {self.rank}")
+            else:
+                self._announce(text)
+        except PeerError:
+            return  # this rank was dropped itself, or the store is gone, of which the other threads find out
+
+    def _announce(self, text: str) -> None:
+        self.lifeline.tell(text)  # first: the store may not answer
+        self.store.compare_set("failed", "", self.lifeline.notice or text)
 
     def raise_if_stuck(self, doing: str, participants: Mapping[int, str], number: int) -> None:
         """Raises if an operation can never complete: a rank failed, or waits for this rank at a meeting.
@@ -115,10 +209,12 @@ class Register:
             participants: the ranks that take part in it, with the sequence in which each of them counts it.
             number: its number in that sequence.
         """
-        try:
-            self.raise_if_failed(doing)
-        except StoreGone:
-            return  # the rank that holds the store may be done, and the last message still on its way here
+        self.raise_if_failed(doing)
+        with self._naming_store(doing):
+            self._answer_roll_call(doing)
+            self._raise_if_at_meeting(doing, participants, number)
+
+    def _raise_if_at_meeting(self, doing: str, participants: Mapping[int, str], number: int) -> None:
         for rank, sequence in participants.items():
             key = f"meet/{self._meetings + 1}/{rank}"
             if rank == self.rank or not self.store.check([key]):
@@ -135,54 +231,71 @@ class Register:
         try:
             if self.pairing is not None:
                 self.pairing.drop(self.rank, text)
-                return
-            self.store.compare_set("failed", "", text)
-            self.store.set(f"alive/{self.rank}", "")
-        except DistNetworkError:
-            return  # nobody is left to read it
+            else:
+                self._announce(text)
+        except StoreGone:
+            pass  # the others have been told directly
+        self.lifeline.close()
+        self.store.close()
 
-    def roll_call(self, doing: str, cause: str) -> PeerError:
-        """Returns the error for an operation whose connection broke or that timed out, after finding out who is alive.
+    def roll_call(self, doing: str, cause: str, participants: Collection[int]) -> PeerError:
+        """Returns the error for an operation that broke or timed out, after finding out who is to blame.
 
-        Every rank that notices the failure signs in as alive; the ranks that do not are to blame.
+        Ranks are blamed by what is known of them, the surest first: a rank that has failed or died, one that cannot be
+        reached, one of which no thread answers, and last one that is not waiting for others as this one is.
+
+        Args:
+            doing: describes the operation.
+            cause: what happened to it.
+            participants: the ranks that this rank waits for in it.
         """
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        missing = [rank for rank in participants if rank != self.rank]
         try:
-            self.store.set(f"alive/{self.rank}", "")
             self.raise_if_failed(doing)
-            deadline = time.monotonic() + ROLL_CALL_SECONDS
-            for rank in range(self.size):
-                self._appear([f"alive/{rank}"], deadline - time.monotonic())
+            with self._naming_store(doing):
+                self.store.set("roll call", "")
+                self._answer_roll_call(doing)
+                found = self.lifeline.survey(range(self.size), ROLL_CALL_SECONDS)
+                self._report_if_dead(found)
+                self.raise_if_failed(doing)
+                for rank in missing:
+                    self.store.appear([f"alive/{rank}"], deadline - time.monotonic(), self.serve)
+                absent = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
             self.raise_if_failed(doing)
-        except DistNetworkError:
-            return StoreGone(f"rank {self.rank}: {doing} failed, {STORE_IS_GONE} ({cause})")
         except PeerError as named:
             return named
-        silent = [rank for rank in range(self.size) if not self.store.check([f"alive/{rank}"])]
-        whom = f"no sign of life from {ranks(silent)}" if silent else "all ranks are alive"
-        return PeerError(f"rank {self.rank}: {doing} failed, {whom} ({cause})")
+        return PeerError(f"rank {self.rank}: {doing} failed, {self._blame(found, absent)} ({cause})")
 
-    def _appear(self, keys: list[str], seconds: float) -> bool:
-        """Returns whether all keys are in the store within so many seconds.
+    def _blame(self, found: Mapping[int, Status], absent: list[int]) -> str:
+        """Says what a roll call has found out. `absent`: the participants that do not wait as this rank does."""
+        unreachable = [rank for rank, status in found.items() if status == "unreachable"]
+        silent = [rank for rank, status in found.items() if status == "silent"]
+        if unreachable and len(unreachable) == len(found):
+            return f"rank {self.rank} reaches no other rank: {self._cut_link(found)}"
+        if unreachable:
+            return f"no connection to {ranks(unreachable)}: the host or its link is down"
+        within = f"within {ROLL_CALL_SECONDS:g} s"
+        if silent:
+            return f"no sign of life from {ranks(silent)} {within}, though the process exists: it may be stopped"
+        if absent:
+            return f"did not answer {within}: {ranks(absent)} (it lives, and may be computing)"
+        return "all ranks are alive"
 
-        The store's own wait would write two lines to the user's terminal whenever it times out. This one polls at
-        growing intervals, and is late by at most a tenth of the time waited.
-        """
-        start = time.monotonic()
-        try:
-            while not self.store.check(keys):
-                waited = time.monotonic() - start
-                if waited >= seconds:
-                    return False
-                time.sleep(min(max(0.001, waited / 10), seconds - waited))
-        except DistNetworkError as gone:
-            raise StoreGone(f"rank {self.rank}: {STORE_IS_GONE}") from gone
-        return True
+    def _cut_link(self, unreachable: Collection[int]) -> str:
+        if len(unreachable) > 1:
+            return "the link of its own host seems to be cut"
+        return f"the host of one of the two ranks, or its link, is down ({ranks(sorted([self.rank, *unreachable]))})"
+
+    def _answer_roll_call(self, doing: str) -> None:
+        if self.store.check(["roll call"]):
+            self.store.set(f"alive/{self.rank}", doing)
 
 
 class Heartbeats:
     """Reads the heartbeats that workers with gossip put in the store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JobStore) -> None:
         self._store = store
         self._last: dict[int, tuple[int, float]] = {}  # by rank: the last heartbeat, and when it was new
 

@@ -6,23 +6,22 @@ gloo's threads wake up for nearly every packet. While training uses all cores, t
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from laconic.comm.reception import Reception, call
+from laconic.comm.store import JobStore
 
 BATCH_NBYTES = 1 << 18  # must have arrived before this process is woken up, if so much is still to come
 LOOK_SECONDS = 60.0  # between two reads of a wire on which less than that arrives
-HELLO_SECONDS = 5.0  # within which a new connection must identify itself, else it is closed
-BACKLOG = 64
+CHECK_SECONDS = 1.0  # between two checks for failures, while waiting for a connection
 _SIOCGIFADDR = 0x8915  # Linux's ioctl for the address of an interface
-_HELLO = struct.Struct("!32sI")  # the token of the rank that listens, and the rank that connects
 
 
 class WireError(RuntimeError):
@@ -108,16 +107,20 @@ class Connector:
     """Makes wires to other ranks. Of two ranks the lower one listens and the higher one connects.
 
     The store holds each rank's address, and a token that only the workers of this job can read.
+
+    Args:
+        store: through which ranks find each other.
+        rank: this worker.
+        timeout: seconds in which a peer must connect.
+        check: called now and then while waiting for a peer; raises if waiting is in vain.
     """
 
-    def __init__(self, store: Store, rank: int, timeout: float) -> None:
-        self._store, self._rank, self._timeout = store, rank, timeout
-        address = own_address(store)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
-        self._token = secrets.token_hex(16)
+    def __init__(self, store: JobStore, rank: int, timeout: float, check: Callable[[], None] = lambda: None) -> None:
+        self._store, self._rank, self._timeout, self._check = store, rank, timeout, check
+        self._reception = Reception(own_address(store.address))
+        self._receptions: dict[int, str] = {}  # of the peers
         self._accepted: dict[int, Wire] = {}  # from ranks that have connected before this rank asked for them
-        store.set(_key(rank), f"{address} {self._listener.getsockname()[1]} {self._token}")
+        store.set(_key(rank), str(self._reception))
 
     def connect(self, peer: int) -> Wire:
         """Returns a new wire to the peer, which calls this too.
@@ -125,66 +128,66 @@ class Connector:
         Raises:
             WireError: there is none within the time-out.
         """
+        deadline = time.monotonic() + self._timeout
         try:
-            return self._connect(peer) if peer < self._rank else self._accept(peer)
+            return self._connect(peer, deadline) if peer < self._rank else self._accept(peer, deadline)
         except OSError as error:
             raise WireError(str(error)) from error
 
+    def call(self, peer: int, number: int, seconds: float) -> socket.socket:
+        """Connects to the port of a peer, which receives the number by `welcome`. Raises an OSError if it is gone."""
+        if peer not in self._receptions:
+            self._receptions[peer] = self._store.get(_key(peer)).decode()
+        return call(self._receptions[peer], self._rank, number, seconds)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `welcome` has something to do."""
+        return self._reception.fileno()
+
+    def welcome(self) -> list[tuple[int, int, socket.socket]]:
+        """Returns rank, number and socket of the peers that have called since."""
+        return self._reception.welcome(0)
+
     def close(self) -> None:
         """Stops listening. Wires that were returned stay open."""
-        self._listener.close()
+        self._reception.close()
         for wire in self._accepted.values():
             wire.close()
 
-    def _connect(self, peer: int) -> Wire:
-        address, port, token = self._store.get(_key(peer)).decode().split()
-        connection = socket.create_connection((address, int(port)), self._timeout)
-        try:
-            connection.sendall(_HELLO.pack(token.encode(), self._rank))
-        except OSError:
-            connection.close()
-            raise
-        return Wire(connection, self._timeout)
+    def _connect(self, peer: int, deadline: float) -> Wire:
+        while not self._store.appear([_key(peer)], min(CHECK_SECONDS, self._timeout)):
+            self._check()
+            if time.monotonic() > deadline:
+                raise WireError(f"it did not say where it listens within {self._timeout:g} s")
+        return Wire(self.call(peer, 0, self._timeout), self._timeout)
 
-    def _accept(self, peer: int) -> Wire:
-        deadline = time.monotonic() + self._timeout
+    def _accept(self, peer: int, deadline: float) -> Wire:
+        checked = time.monotonic()
         while peer not in self._accepted:
-            self._listener.settimeout(max(1e-3, deadline - time.monotonic()))
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                raise WireError(f"it did not connect within {self._timeout:g} s") from None
-            rank = self._identify(connection)
-            if rank is None:
-                connection.close()
-            else:
+            now = time.monotonic()
+            if now > deadline:
+                raise WireError(f"it did not connect within {self._timeout:g} s")
+            if now > checked + CHECK_SECONDS:
+                self._check()
+                checked = now
+            for rank, _, connection in self._reception.welcome(min(CHECK_SECONDS, deadline - now)):
                 self._accepted[rank] = Wire(connection, self._timeout)
         return self._accepted.pop(peer)
 
-    def _identify(self, connection: socket.socket) -> int | None:
-        """Returns the rank at the other end, or None if it does not know the token."""
-        connection.settimeout(HELLO_SECONDS)
-        try:
-            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            return None
-        if len(hello) < _HELLO.size:
-            return None
-        token, rank = _HELLO.unpack(hello)
-        return int(rank) if secrets.compare_digest(token, self._token.encode()) else None
 
-
-def own_address(store: Store) -> str:
+def own_address(store: tuple[str, int] | None) -> str:
     """Returns the address at which others reach this process.
 
-    That is the address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to the store.
+    That is the address of the interface that GLOO_SOCKET_IFNAME names, else of the one that leads to the store, else
+    that of the host's name.
+
+    Args:
+        store: host and port of the job's store.
     """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if interfaces:
         return _address_of(interfaces[0])
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    host, port = (store.host, store.port) if isinstance(store, TCPStore) else (socket.gethostname(), 9)
+    host, port = store or (socket.gethostname(), 9)
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing: it only chooses the route

@@ -45,12 +45,43 @@ def wait_for(work: Work, register: Register, doing: str, participants: Mapping[i
             return
         except (RuntimeError, TimeoutError) as error:
             if was_completed:
-                raise register.roll_call(doing, first_line(error)) from error
+                raise register.roll_call(doing, first_line(error), participants) from error
             if work.is_completed():
                 continue
             if time.monotonic() - start > register.timeout:
-                raise register.roll_call(doing, f"waited {register.timeout:g} s") from error
+                raise register.roll_call(doing, f"waited {register.timeout:g} s", participants) from error
+            register.serve()
             register.raise_if_stuck(doing, participants, number)
+
+
+def call_torch(function: Callable[[], T], register: Register, doing: str) -> T:
+    """Calls a function of torch that uses the job's store, and so may wait for ever. Checks for failures meanwhile.
+
+    Raises:
+        PeerError: it did not return in time, or a rank has failed.
+    """
+    result: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except Exception as error:  # noqa: BLE001  raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="laconic-torch", daemon=True)
+    thread.start()
+    start = time.monotonic()
+    while thread.is_alive() and time.monotonic() - start <= register.timeout:
+        thread.join(CHECK_SECONDS)
+        if thread.is_alive():
+            register.raise_if_failed(doing)
+    others = [rank for rank in register.members if rank != register.rank]
+    if errors:
+        raise register.roll_call(doing, first_line(errors[0]), others) from errors[0]
+    if not result:
+        raise register.roll_call(doing, f"waited {register.timeout:g} s", others)
+    return result[0]
 
 
 class PendingWork(Pending[T]):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import socket
+import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,11 +15,11 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from laconic.comm.mesh import HAS_EPOLL, Mesh, MeshWork
-from laconic.comm.wire import WireError, bytes_of
+from laconic.comm.store import JobStore
+from laconic.comm.wire import Connector, WireError, bytes_of
+from laconic.launch import local_store
 
 pytestmark = pytest.mark.skipif(not HAS_EPOLL, reason="needs epoll, which Linux has")
 LONG = timedelta(seconds=20)
@@ -23,19 +28,20 @@ BACKGROUND = pytest.mark.parametrize("background", [False, True])
 
 @contextmanager
 def meshes(size: int, background: bool) -> Iterator[list[Mesh]]:
-    store = PrefixStore("job", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    store = JobStore(local_store(), "this process", timeout=20)
 
-    def open_mesh(rank: int, client: Store) -> Mesh:
+    def open_mesh(rank: int) -> Mesh:
         others = [other for other in range(size) if other != rank]
-        return Mesh(client, rank, others, timeout=20, background=background)
+        return Mesh(Connector(store, rank, timeout=20), rank, others, background=background)
 
-    with ThreadPoolExecutor(size) as pool:  # each needs its own client: a wait blocks its other users
-        opened = list(pool.map(open_mesh, range(size), [store.clone() for _ in range(size)]))
+    with ThreadPoolExecutor(size) as pool:
+        opened = list(pool.map(open_mesh, range(size)))
     try:
         yield opened
     finally:
         for mesh in opened:
             mesh.close()
+        store.close()
 
 
 def content(sender: int, receiver: int, number: int, numel: int) -> Tensor:
@@ -120,6 +126,70 @@ def test_messages_of_different_lengths_are_an_error(numel: int, background: bool
 
 
 def test_a_worker_that_does_not_connect_is_named() -> None:
-    store = PrefixStore("job", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    connector = Connector(JobStore(local_store(), "this process", timeout=20), 0, timeout=0.1)
     with pytest.raises(WireError, match=r"no connection to rank 1: it did not connect within 0\.1 s"):
-        Mesh(store, 0, [1], timeout=0.1, background=True)
+        Mesh(connector, 0, [1], background=True)
+
+
+def reset(mesh: Mesh, peer: int) -> None:
+    """Resets the connection to a peer, as a router that has forgotten it would: neither end has been asked."""
+    wire = mesh._conversations[peer].wire
+    assert wire is not None
+    connection = socket.socket(fileno=os.dup(wire.fileno()))
+    # connect() to an address of the family AF_UNSPEC disconnects; with unread data, or lingering for 0 s, by a reset.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with connection:
+        assert ctypes.CDLL(None).connect(connection.fileno(), struct.pack("H14x", socket.AF_UNSPEC), 16) == 0
+
+
+@BACKGROUND
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_reset_connection_is_replaced_while_it_is_idle(background: bool, at: int) -> None:
+    """Several times, and noticed first by the lower or by the higher rank."""
+    with meshes(2, background) as opened, ThreadPoolExecutor(2) as pool:
+
+        def sendrecv(rank: int, number: int) -> None:
+            work, incoming = start(opened[rank], rank, [1 - rank], number, 1000)
+            work.wait(LONG)
+            assert torch.equal(incoming[1 - rank], content(1 - rank, rank, number, 1000))
+
+        for number in range(4):
+            list(pool.map(sendrecv, range(2), [number] * 2))
+            reset(opened[at], 1 - at)
+
+
+@BACKGROUND
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_reset_connection_is_replaced_in_the_middle_of_messages(background: bool, at: int) -> None:
+    """Every message arrives once and whole, also those that the kernel had taken and then discarded."""
+    lengths = [3_000_000, 10, 0, 20_000_000, 7]
+
+    def sendrecv(rank: int) -> None:
+        started = [start(opened[rank], rank, [1 - rank], number, numel) for number, numel in enumerate(lengths)]
+        for number, (work, incoming) in enumerate(started):
+            work.wait(LONG)
+            assert torch.equal(incoming[1 - rank], content(1 - rank, rank, number, lengths[number]))
+
+    with meshes(2, background) as opened, ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(sendrecv, rank) for rank in range(2)]
+        conversation = opened[at]._conversations[1 - at]
+        while not conversation.moved or conversation._received == 0:
+            time.sleep(0.001)
+        with opened[at]._changed:
+            reset(opened[at], 1 - at)
+        for future in futures:
+            future.result(timeout=60)
+        assert [mesh._conversations[1 - i].generation for i, mesh in enumerate(opened)] == [1, 1]
+        assert [len(mesh._conversations[1 - i]._unconfirmed) < 3 for i, mesh in enumerate(opened)] == [True, True]
+
+
+@BACKGROUND
+def test_sent_messages_are_forgotten_when_the_other_end_has_them(background: bool) -> None:
+    with meshes(2, background) as opened, ThreadPoolExecutor(2) as pool:
+
+        def sendrecv(rank: int) -> None:
+            for number in range(30):
+                start(opened[rank], rank, [1 - rank], number, 100)[0].wait(LONG)
+
+        list(pool.map(sendrecv, range(2)))
+        assert all(len(mesh._conversations[1 - i]._unconfirmed) <= 2 for i, mesh in enumerate(opened))

@@ -198,7 +198,7 @@ def test_bad_ranks_and_lengths() -> None:
 
 def test_an_exchange_that_gets_no_answer_names_the_peer() -> None:
     def run() -> str:
-        c = comm(timeout=4.0)
+        c = comm(timeout=1.0)
         if rank() == 1:
             return ""
         try:
@@ -209,13 +209,13 @@ def test_an_exchange_that_gets_no_answer_names_the_peer() -> None:
 
     text, _ = laconic.spawn(run, 2)
     assert "exchange with rank 1 at step 0 failed" in text
-    assert "no sign of life from rank 1" in text
+    assert "did not answer within 2 s: rank 1 (it lives, and may be computing)" in text
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_an_all_gather_names_the_rank_that_does_not_take_part(background: bool) -> None:
     def run() -> str:
-        c = comm(timeout=4.0)
+        c = comm(timeout=1.0)
         c = c.channel() if background else c
         if rank() == 1:
             return ""
@@ -226,7 +226,7 @@ def test_an_all_gather_names_the_rank_that_does_not_take_part(background: bool) 
         return "no error"
 
     text, _ = laconic.spawn(run, 2)
-    assert "all_gather at step 0 failed, no sign of life from rank 1" in text
+    assert "all_gather at step 0 failed, did not answer within 2 s: rank 1 (it lives" in text
 
 
 def test_meetings_return_the_notes_and_delete_old_ones() -> None:

@@ -138,7 +138,7 @@ class CompletesAfterATimeOut:
 def test_a_work_that_completes_just_after_a_wait_timed_out_is_no_failure() -> None:
     failures = []
 
-    def roll_call(doing: str, why: str) -> RuntimeError:
+    def roll_call(doing: str, why: str, participants: object) -> RuntimeError:
         failures.append(why)
         return RuntimeError(why)
 

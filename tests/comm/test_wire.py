@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from laconic.comm import wire
+from laconic.comm import reception, wire
+from laconic.comm.store import JobStore
 from laconic.comm.wire import Connector, Wire, WireError, own_address
+from laconic.launch import local_store
 
 
 @pytest.fixture
-def store() -> Store:
-    return PrefixStore("job", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+def store() -> Iterator[JobStore]:
+    store = JobStore(local_store(), "this process", timeout=20)
+    yield store
+    store.close()
 
 
 @pytest.fixture
@@ -111,11 +113,11 @@ def exchange(connector: Connector, peer: int, number: float) -> float:
     return received.item()
 
 
-def connectors(store: Store, ranks: list[int], timeout: float = 20) -> list[Connector]:
-    return [Connector(PrefixStore("wires", store), rank, timeout) for rank in ranks]
+def connectors(store: JobStore, ranks: list[int], timeout: float = 20) -> list[Connector]:
+    return [Connector(store.prefixed("wires"), rank, timeout) for rank in ranks]
 
 
-def test_three_workers_find_each_other_in_any_order(store: Store) -> None:
+def test_three_workers_find_each_other_in_any_order(store: JobStore) -> None:
     """Rank 2 connects while rank 0 waits for rank 1: it is not rejected, and the wires are not mixed up."""
     zero, one, two = connectors(store, [0, 1, 2])
 
@@ -136,21 +138,47 @@ def test_three_workers_find_each_other_in_any_order(store: Store) -> None:
         connector.close()
 
 
-def test_connections_without_the_token_are_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HELLO_SECONDS", 1.0)
+def test_connections_without_the_token_are_closed(store: JobStore) -> None:
     zero, one = connectors(store, [0, 1])
-    where = zero._listener.getsockname()
-    with socket.create_connection(where), socket.create_connection(where) as liar:
-        liar.sendall(wire._HELLO.pack(b"0" * 32, 1))
-        with ThreadPoolExecutor(2) as pool:
-            futures = [pool.submit(exchange, zero, 1, 1.0), pool.submit(exchange, one, 0, 2.0)]
-            assert [future.result(timeout=30) for future in futures] == [2.0, 1.0]
+    where = zero._reception._listener.getsockname()
+    with socket.create_connection(where) as silent, socket.create_connection(where) as liar:
+        liar.sendall(reception._HELLO.pack(b"0" * 32, 1, 0))
+        both(lambda: exchange(zero, 1, 1.0), lambda: exchange(one, 0, 2.0))
         assert liar.recv(1) == b""
+        zero.close()
+        assert silent.recv(1) == b""
+    one.close()
+
+
+def test_strangers_do_not_delay_a_start(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them are silent, or stop in the middle, than may be heard at once. One after another would take hours."""
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 1000.0)
+    monkeypatch.setattr(reception, "STRANGERS", 50)
+    zero, one = connectors(store, [0, 1])
+    where = zero._reception._listener.getsockname()
+    strangers = [socket.create_connection(where) for _ in range(100)]
+    for stranger in strangers[::2]:
+        stranger.sendall(b"GET / HTTP/1.1")
+    both(lambda: exchange(zero, 1, 1.0), lambda: exchange(one, 0, 2.0))
+    assert len(zero._reception._strangers) <= 50
+    for stranger in strangers:
+        stranger.close()
     zero.close()
     one.close()
 
 
-def test_a_rank_that_does_not_connect_or_is_gone(store: Store) -> None:
+def test_a_stranger_is_closed_after_a_while(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 0.1)
+    (zero,) = connectors(store, [0], timeout=0.5)
+    with socket.create_connection(zero._reception._listener.getsockname()) as stranger:
+        with pytest.raises(WireError, match="did not connect"):
+            zero.connect(1)
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b""
+    zero.close()
+
+
+def test_a_rank_that_does_not_connect_or_is_gone(store: JobStore) -> None:
     zero, one = connectors(store, [0, 1], timeout=0.2)
     with pytest.raises(WireError, match=r"it did not connect within 0\.2 s"):
         zero.connect(1)
@@ -161,12 +189,12 @@ def test_a_rank_that_does_not_connect_or_is_gone(store: Store) -> None:
 
 
 def test_the_address_is_that_of_the_named_interface_or_of_the_one_that_leads_to_the_store(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert own_address(store) == "127.0.0.1"
+    assert own_address(store.address) == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    assert own_address(store) == "127.0.0.1"
+    assert own_address(store.address) == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     with pytest.raises(ValueError, match="a network interface with an IPv4 address, not 'eth77'"):
-        own_address(store)
+        own_address(store.address)
