@@ -57,7 +57,12 @@ class Register:
         self._meetings += 1
         number = self._meetings
         if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
-            self.store.delete_key(f"meet/{number - 2}/{self.rank}")
+            for key in (
+                f"meet/{number - 2}/{self.rank}",
+                f"meet/{number - 2}/members",
+                f"alive/{number - 2}/{self.rank}",
+            ):
+                self.store.delete_key(key)
         self.store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
         self._wait_for_members(number, what, step, timeout or self.timeout)
         signed = [json.loads(self.store.get(f"meet/{number}/{rank}")) for rank in self.members]
@@ -117,6 +122,7 @@ class Register:
         """
         try:
             self.raise_if_failed(doing)
+            self._raise_if_dropped(doing, participants)
         except StoreGone:
             return  # the rank that holds the store may be done, and the last message still on its way here
         for rank, sequence in participants.items():
@@ -129,6 +135,19 @@ class Register:
                     f"rank {self.rank}: {doing} cannot complete: rank {rank} has been at {what} since its step {step}, "
                     f"and all ranks must come there"
                 )
+
+    def _raise_if_dropped(self, doing: str, participants: Mapping[int, str]) -> None:
+        if self.pairing is None:
+            return
+        self.store.set(self._alive_key(self.rank), "")  # in case another rank calls the roll
+        dropped = self.pairing.read()
+        for rank in participants:
+            if rank in dropped:
+                raise PeerError(f"rank {self.rank}: {doing} cannot complete: rank {rank} was dropped: {dropped[rank]}")
+
+    def _alive_key(self, rank: int) -> str:
+        """Returns the key by which a rank answers a roll call; with gossip there may be one after each meeting."""
+        return f"alive/{rank}" if self.pairing is None else f"alive/{self._meetings}/{rank}"
 
     def fail(self, text: str) -> None:
         """Reports that this rank failed. All ranks name the first that did; with gossip, the others drop this one."""
@@ -147,19 +166,26 @@ class Register:
         Every rank that notices the failure signs in as alive; the ranks that do not are to blame.
         """
         try:
-            self.store.set(f"alive/{self.rank}", "")
+            self.store.set(self._alive_key(self.rank), "")
             self.raise_if_failed(doing)
             deadline = time.monotonic() + ROLL_CALL_SECONDS
-            for rank in range(self.size):
-                self._appear([f"alive/{rank}"], deadline - time.monotonic())
+            for rank in self.members:
+                self._appear([self._alive_key(rank)], deadline - time.monotonic())
             self.raise_if_failed(doing)
+            silent = [rank for rank in self.members if not self._is_alive(rank)]
+            whom = f"no sign of life from {ranks(silent)}" if silent else "all ranks are alive"
+            if self.pairing is not None:
+                for rank in silent:
+                    self.pairing.drop(rank, f"no sign of life, says rank {self.rank} ({cause})")
         except DistNetworkError:
             return StoreGone(f"rank {self.rank}: {doing} failed, {STORE_IS_GONE} ({cause})")
         except PeerError as named:
             return named
-        silent = [rank for rank in range(self.size) if not self.store.check([f"alive/{rank}"])]
-        whom = f"no sign of life from {ranks(silent)}" if silent else "all ranks are alive"
         return PeerError(f"rank {self.rank}: {doing} failed, {whom} ({cause})")
+
+    def _is_alive(self, rank: int) -> bool:
+        """Returns whether a rank has answered the roll call, or is at the next meeting already."""
+        return any(self.store.check([key]) for key in (self._alive_key(rank), f"meet/{self._meetings + 1}/{rank}"))
 
     def _appear(self, keys: list[str], seconds: float) -> bool:
         """Returns whether all keys are in the store within so many seconds.

@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import subprocess
 import time
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
 import laconic
 from laconic import topology
-from laconic.launch import PRELOAD, _environment
 
 STEPS = 60
-
-
-def outcomes(run: Callable[[], Any], workers: int) -> list[Any]:
-    """Returns each process's result, or None if it was killed. Unlike `spawn`, this does not end the others then."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    processes, pipes = [], []
-    for rank in range(workers):
-        parent_end, child_end = context.Pipe()
-        job = cloudpickle.dumps((run, _environment(rank, workers, store, None)))
-        process = context.Process(target=report, args=(child_end, job))
-        process.start()
-        child_end.close()
-        processes.append(process)
-        pipes.append(parent_end)
-    results = []
-    for pipe, process in zip(pipes, processes, strict=True):
-        try:
-            results.append(cloudpickle.loads(pipe.recv_bytes()))
-        except (EOFError, ConnectionResetError):
-            results.append(None)
-        process.join()
-    return results
-
-
-def report(pipe: Connection, job: bytes) -> None:
-    run, environment = cloudpickle.loads(job)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    pipe.send_bytes(cloudpickle.dumps(run()))
 
 
 def run_worker(
@@ -108,8 +73,8 @@ def test_one_of_four_is_killed() -> None:
         if worker.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    results = outcomes(lambda: run_worker(accident, topology.ring(4), timeout=5), 4)
-    assert results[2] is None
+    results = laconic.spawn(run_worker, 4, accident, topology.ring(4), 5.0, spare_survivors=True)
+    assert str(results[2]) == "worker 2 of 4 failed: killed by SIGKILL"
     check_survivors(results, [0, 1, 3], lost=2)
 
 
@@ -119,7 +84,7 @@ def test_one_of_three_is_stopped_for_longer_than_the_timeout() -> None:
             subprocess.Popen(["sh", "-c", f"sleep 11; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    results = outcomes(lambda: run_worker(accident, topology.ring(3), timeout=3), 3)
+    results = laconic.spawn(run_worker, 3, accident, topology.ring(3), 3.0, spare_survivors=True)
     check_survivors(results, [1, 2], lost=0)
     assert results[0]["error"].startswith("rank 0 was dropped, the others go on without it: no ")
 
@@ -137,7 +102,7 @@ def test_an_exception_on_one_of_three_and_a_checkpoint_of_the_others(tmp_path: P
             assert worker.step == STEPS
             return worker.x.clone()
 
-    results = outcomes(lambda: run_worker(accident, "ring", timeout=30, directory=tmp_path), 3)
+    results = laconic.spawn(run_worker, 3, accident, "ring", 30.0, tmp_path, spare_survivors=True)
     check_survivors(results, [0, 2], lost=1)
     for x, survivor in zip(laconic.spawn(resume, 2), (0, 2), strict=True):
         assert torch.equal(x, results[survivor]["x_saved"])
@@ -151,7 +116,7 @@ def test_a_disconnected_graph_raises_on_the_smaller_side() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     path = topology.from_edges([(0, 1), (1, 2), (2, 3)])
-    results = outcomes(lambda: run_worker(accident, path, timeout=5), 4)
+    results = laconic.spawn(run_worker, 4, accident, path, 5.0, spare_survivors=True)
     check_survivors(results, [2, 3], lost=1)
     assert "without rank 1" in results[0]["error"]
     assert "the graph is disconnected, and the workers [0] have no path to [2, 3], which go on" in results[0]["error"]
