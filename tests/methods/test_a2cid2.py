@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import topology
+from laconic.emulate import EmulationError, hosts_behind
 from laconic.methods.gossip_rate import due_exchanges
 from tests.helpers import OPTIMIZERS, train
 from tests.oracles.a2cid2 import a2cid2
@@ -140,6 +141,50 @@ def test_the_rate_is_met() -> None:
         # Two workers make their exchanges together, so that both make as many as the one with more of them due.
         for made in results:
             assert max(due) - rate * 8 <= made[i] <= max(due) + 8
+
+
+def test_every_edge_is_used_on_a_slow_link() -> None:
+    """Both ends of a long exchange become free at the same moment, and must not take each other again."""
+
+    def run() -> dict[str, float]:
+        model = nn.Linear(200_000, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with laconic.Worker(model, optimizer, laconic.A2CiD2("ring"), timeout=60) as worker:
+            for _ in range(150):
+                time.sleep(0.008)
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+            return worker.method.metrics()
+
+    try:
+        with hosts_behind("100mbit", 4) as hosts:
+            results = laconic.spawn(run, 4, hosts=hosts)
+    except EmulationError as error:
+        pytest.skip(str(error))
+    for result in results:
+        assert result["exchanges"] >= 8
+        assert result["smallest_edge_share"] >= 0.5
+
+
+def test_gossip_and_meetings_leave_no_keys_in_the_store() -> None:
+    def run() -> list[int]:
+        model = nn.Linear(D, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        keys = []
+        with laconic.Worker(model, optimizer, laconic.A2CiD2("ring", rate=2.0)) as worker:
+            for _ in range(4):
+                for step in range(20):
+                    local_step(model, optimizer, worker.rank, step)
+                    with worker.consensus():
+                        pass
+                worker.comm.meet("all are here")
+                keys.append(torch.distributed.distributed_c10d._get_default_store().num_keys())
+                worker.comm.meet("all have counted")
+        return keys
+
+    for keys in laconic.spawn(run, 2):
+        # Wake-ups that are on their way, and keys of the last two meetings, may be there or not.
+        assert max(keys) - min(keys) <= 8
 
 
 def test_a_worker_that_is_slower_or_finishes_early_still_answers() -> None:

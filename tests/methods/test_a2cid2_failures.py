@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import laconic
 from laconic import topology
+from laconic.emulate import EmulationError, hosts_behind
 
 STEPS = 60
 
@@ -108,6 +110,43 @@ def test_an_exception_on_one_of_three_and_a_checkpoint_of_the_others(tmp_path: P
         assert torch.equal(x, results[survivor]["x_saved"])
     assert results[1]["error"] == "no such image"
     assert any("no such image" in text for text in results[0]["warnings"])
+
+
+@pytest.mark.parametrize("where", ["consensus()", "the end"])
+def test_the_first_of_four_hosts_is_killed_while_models_are_averaged(where: str) -> None:
+    """Rank 0 dies after the others have started to average with it. They repeat that without it."""
+
+    def run() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(20_000, 2), nn.BatchNorm1d(2))  # the mean of this goes over gloo
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        result: dict[str, Any] = {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="rank 0 was dropped")
+            with laconic.Worker(model, optimizer, laconic.A2CiD2("ring", rate=0.5), timeout=30) as worker:
+                for _ in range(8):
+                    model(torch.randn(8, 20_000)).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if worker.rank == 0:
+                    worker._control.mean = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+                if where == "consensus()":
+                    with worker.consensus():
+                        result |= {"averaged": worker.x.clone(), "members": worker.comm.members}
+        return result | {"x": worker.x.clone(), "finally": worker.comm.members}
+
+    try:
+        with hosts_behind("1gbit", 4) as hosts:
+            killed, *survivors = laconic.spawn(run, 4, hosts=hosts, spare_survivors=True)
+    except EmulationError as error:
+        pytest.skip(str(error))
+    assert str(killed) == "worker 0 of 4 failed: killed by SIGKILL"
+    for result in survivors:
+        assert isinstance(result, dict), result
+        assert result["finally"] == [1, 2, 3]
+        assert torch.equal(result["x"], survivors[0]["x"])
+        if where == "consensus()":
+            assert result["members"] == [1, 2, 3]
+            assert torch.equal(result["averaged"], survivors[0]["averaged"])
 
 
 def test_a_disconnected_graph_raises_on_the_smaller_side() -> None:
