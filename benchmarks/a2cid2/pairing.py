@@ -1,6 +1,6 @@
 """The pairing rule in virtual time: how often workers exchange, and how evenly the edges of the graph are used.
 
-python benchmarks/a2cid2/pairing.py [--exchanges 4000]
+python benchmarks/a2cid2/pairing.py [--exchanges 1000]
 
 Every worker always seeks an exchange, which takes 1 to 1.1 units of time; with "slow link" four times as long if rank 0
 takes part. So a rate of 1/1.05 is the most that is possible. The rule is the one of `laconic.comm.pairing.Board`.
@@ -65,7 +65,7 @@ def simulate(graph: topology.Topology, exchanges: int, patience: float, slow_lin
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--exchanges", type=int, default=4000)
+    parser.add_argument("--exchanges", type=int, default=1000)
     arguments = parser.parse_args()
     print(
         "| graph | slow link | patience | exchanges per worker and unit of time | smallest share of an edge | largest |"
