@@ -130,19 +130,19 @@ def test_wrong_arguments_are_reported_in_one_line(
 
 
 def test_store_is_held_until_interrupted() -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "laconic", "store", "--port", "0", "--address", "127.0.0.1"],
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert process.stdout is not None
-    port = int(process.stdout.readline().partition("127.0.0.1:")[2].partition(",")[0])
-    assert process.stdout.readline() == (
-        f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True\n"
-    )
-    one, other = (TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)) for _ in range(2))
-    one.set("key", "value")
-    assert other.get("key") == b"value"
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 0
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().partition("127.0.0.1:")[2].partition(",")[0])
+        assert process.stdout.readline() == (
+            f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True\n"
+        )
+        one, other = (TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)) for _ in range(2))
+        one.set("key", "value")
+        assert other.get("key") == b"value"
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
