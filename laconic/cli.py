@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
+import signal
+import socket
 import sys
 import typing
 from dataclasses import dataclass
@@ -38,7 +41,7 @@ def main() -> None:
 
 
 def _commands() -> Any:
-    kinds = {"methods": Methods, "train": Train, "compare": Compare, "demo": Demo, "data": Data}
+    kinds = {"methods": Methods, "train": Train, "compare": Compare, "demo": Demo, "data": Data, "store": Store}
     named = [Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items()]
     return typing.Union[tuple(named)]  # noqa: UP007  the members come from a table
 
@@ -257,6 +260,30 @@ class Data:
         _reject_settings(settings, self)
         for path in fetch(self.name):
             print(path)
+        return 0
+
+
+@dataclass
+class Store:
+    """Hold the store of a job, outside of its workers, so that the job survives the loss of any of them."""
+
+    port: int = 29500
+    """the port at which workers reach the store"""
+    address: str = ""
+    """the address of this machine to listen at; by default all its addresses"""
+
+    def run(self, settings: dict[str, str]) -> int:
+        from laconic.launch import open_store
+
+        _reject_settings(settings, self)
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port must be from 0 (any free port) to 65535, not {self.port}")
+        store = open_store(self.address, self.port)
+        where = self.address or socket.gethostname()
+        print(f"laconic: holding a store at {where}:{store.port}, until interrupted. Set for each worker:", flush=True)
+        print(f"MASTER_ADDR={where} MASTER_PORT={store.port} TORCHELASTIC_USE_AGENT_STORE=True", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
         return 0
 
 

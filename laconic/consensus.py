@@ -33,7 +33,10 @@ def average_model(comm: Comm, model: nn.Module, x: Tensor, trainers: list[int], 
     """
     if comm.size == 1:
         return
-    comm.mean(x, out=x)
+    if comm.can_lose_members:
+        x.copy_(comm.mean(x))  # a failed attempt may still be writing to its result
+    else:
+        comm.mean(x, out=x)
     weight = len(members) / len(trainers) if comm.rank in trainers else 0.0
     floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if floating:

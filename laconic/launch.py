@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing as mp
 import os
@@ -27,6 +28,7 @@ from laconic.comm import PeerError
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "laconic"]
 # Seconds to wait for the worker that failed first, when the first report is of a worker that failed because of it.
 PATIENCE = 1.0
+STORE_PORT = 29500  # on an emulated host, which has a network stack of its own, in which every port is free
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's mallopt
 
 
@@ -70,11 +72,13 @@ def spawn(
     *args: Any,
     hosts: Sequence[Host] | None = None,
     preload: Sequence[str] = (),
+    spare_survivors: bool = False,
 ) -> list[Any]:
     """Runs `fn(*args)` in `workers` processes that find each other as torchrun's processes do.
 
-    If a worker raises or is killed, the others are stopped at once. No process is left behind, even when this one is
-    interrupted or killed. In a script, call `spawn` under `if __name__ == "__main__":`.
+    If a worker raises or is killed, the others are stopped at once, unless `spare_survivors` is set. No process is left
+    behind, even when this one is interrupted or killed. The job's store is held outside of the workers, so that they
+    may lose any of them. In a script, call `spawn` under `if __name__ == "__main__":`.
 
     Args:
         fn: the function; lambdas and functions of a notebook are fine.
@@ -84,12 +88,14 @@ def spawn(
             all workers run on this machine and communicate over loopback.
         preload: names of modules to import once, before the workers are forked. Only the first call of `spawn` in a
             process sets them; later calls fork from the same server.
+        spare_survivors: let the others go on when a worker fails, as with `A2CiD2`, whose workers outlive lost ones.
 
     Returns:
-        What `fn` returned, by rank.
+        What `fn` returned, by rank. With `spare_survivors`, a `WorkerFailed` in place of what a worker would have
+        returned that raised or was killed.
 
     Raises:
-        WorkerFailed: a worker raised or was killed.
+        WorkerFailed: a worker raised or was killed; with `spare_survivors` only if all did.
 
     >>> import os
     >>> import laconic
@@ -103,26 +109,32 @@ def spawn(
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     job = cloudpickle.dumps((fn, args))
-    # On loopback this process keeps the rendezvous store, so that it outlives every worker. From an emulated host this
-    # process cannot be reached, so rank 0 keeps the store there.
-    store = local_store() if hosts is None else None
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
+
+    def start(name: str, target: Callable[..., None], *arguments: Any) -> Connection:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(theirs, *arguments), name=f"laconic-{name}", daemon=False)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+        return ours
+
     try:
+        if hosts is None:
+            store = open_store("127.0.0.1", 0)
+            address, port = "127.0.0.1", store.port
+        else:  # this process cannot be reached from an emulated host
+            address, port = hosts[0].address, STORE_PORT
+            _await_store(start("store", _hold_store, hosts[0], address, port))
         for rank in range(workers):
-            ours, theirs = context.Pipe()
-            environment = _environment(rank, workers, store, hosts)
             host = hosts[rank] if hosts is not None else None
-            process = context.Process(
-                target=_run, args=(theirs, host, environment, job), name=f"laconic-{rank}", daemon=False
-            )
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        results = _collect(processes, pipes)
+            environment = _environment(rank, workers, address, port, host.interface if host is not None else "lo")
+            start(str(rank), _run, host, environment, job)
+        results = _collect(processes[-workers:], pipes[-workers:], spare_survivors)
         for pipe in pipes:
-            pipe.close()  # workers stay until this, since rank 0 may keep the store
+            pipe.close()  # the process that holds the store stays until this
         for process in processes:
             process.join(PATIENCE)
         return results
@@ -136,31 +148,59 @@ def spawn(
             pipe.close()
 
 
-def local_store() -> TCPStore:
-    """Returns a new store that only this machine can reach. By itself, torch would listen on all interfaces."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+def open_store(address: str, port: int) -> TCPStore:
+    """Returns a new key-value store, which this process holds, and by which the workers of a job find each other.
+
+    Args:
+        address: of this machine, at which workers reach the store; "" for all its addresses.
+        port: 0 for a free one.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # By itself, torch would listen at all addresses.
+    listener = socket.create_server((address, port), family=family, backlog=1024)
     port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
-def _environment(rank: int, workers: int, store: TCPStore | None, hosts: Sequence[Host] | None) -> dict[str, str]:
+def _hold_store(pipe: Connection, host: Host, address: str, port: int) -> None:
+    """Runs in a process of its own: holds the store until the launcher closes the pipe, or dies."""
+    host.enter()
+    try:
+        store = open_store(address, port)
+        pipe.send(None)
+    except OSError as error:
+        pipe.send(str(error))
+        return
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()
+    del store
+
+
+def _await_store(pipe: Connection) -> None:
+    try:
+        error = pipe.recv()
+    except (EOFError, OSError):
+        error = "its process has ended"
+    if error is not None:
+        raise RuntimeError(f"the job's store cannot be opened on the first host: {error}")
+
+
+def _environment(rank: int, workers: int, address: str, port: int, interface: str) -> dict[str, str]:
     """Returns the environment variables that torchrun would set."""
-    environment = {
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
         "OMP_NUM_THREADS": "1",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
     }
-    if store is not None:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
-        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    if hosts is not None:
-        # Each emulated host has a network stack of its own, in which every port is free.
-        environment |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
-        environment |= {"GLOO_SOCKET_IFNAME": hosts[rank].interface}
-    return environment
 
 
 def _run(pipe: Connection, host: Host | None, environment: dict[str, str], job: bytes) -> None:
@@ -180,7 +220,8 @@ def _run(pipe: Connection, host: Host | None, environment: dict[str, str], job: 
         report = ("error", (traceback.format_exc(), isinstance(error, PeerError)))
     done.set()
     pipe.send(report)
-    launcher.join()  # rank 0 may keep the store, which the others still need
+    if report[0] == "result":
+        launcher.join()  # others may still read from the connections that would be closed with this process
 
 
 def _keep_freed_memory() -> None:
@@ -204,7 +245,7 @@ def _watch_launcher(pipe: Connection, done: threading.Event) -> None:
             os._exit(1)
 
 
-def _collect(processes: list[ForkServerProcess], pipes: list[Connection]) -> list[Any]:
+def _collect(processes: list[ForkServerProcess], pipes: list[Connection], spare_survivors: bool) -> list[Any]:
     """Returns the results by rank; raises `WorkerFailed` for the first failure that is no consequence of another."""
     results: dict[int, Any] = {}
     failures: list[_Failure] = []
@@ -229,14 +270,19 @@ def _collect(processes: list[ForkServerProcess], pipes: list[Connection]) -> lis
                 results[rank] = pickle.loads(content)
             else:
                 failures.append(_Failure(rank, content[0], content[1]))
+        if spare_survivors:
+            continue
         if any(not failure.is_consequence for failure in failures):
             break
         if failures and deadline is None:
             deadline = time.monotonic() + PATIENCE
-    if failures:
-        first = min(failures, key=lambda failure: failure.is_consequence)
-        raise WorkerFailed(first.rank, f"worker {first.rank} of {len(processes)} failed: {first.text}")
-    return [results[rank] for rank in range(len(processes))]
+    errors = {
+        failure.rank: WorkerFailed(failure.rank, f"worker {failure.rank} of {len(processes)} failed: {failure.text}")
+        for failure in failures
+    }
+    if failures and not (spare_survivors and results):
+        raise errors[min(failures, key=lambda failure: failure.is_consequence).rank]
+    return [errors[rank] if rank in errors else results[rank] for rank in range(len(processes))]
 
 
 def _describe_exit(process: ForkServerProcess) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -83,7 +83,15 @@ class Topology:
 
     def neighbours(self, node: int) -> tuple[int, ...]:
         """Returns the nodes that share an edge with `node`, sorted."""
-        return tuple(sorted({i + j - node for i, j in self.edges if node in (i, j)}))
+        return self._neighbours.get(node, ())
+
+    @cached_property
+    def _neighbours(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, set[int]] = {node: set() for node in self.nodes}
+        for i, j in self.edges:
+            found[i].add(j)
+            found[j].add(i)
+        return {node: tuple(sorted(others)) for node, others in found.items()}
 
     def components(self, nodes: Collection[int]) -> list[tuple[int, ...]]:
         """Returns the connected components of the subgraph of `nodes`, the largest first, then by lowest node."""

@@ -191,7 +191,8 @@ class Worker:
         try:
             self._average_model()
             square = (own[0] - self.x).double().square().sum().reshape(1)
-            self.consensus_distance = self._control.mean(square).sqrt().item()
+            mean = self._control.among_members("consensus()", lambda: self._control.mean(square))
+            self.consensus_distance = mean.sqrt().item()
             yield self.model
         finally:
             with torch.no_grad():
@@ -326,9 +327,18 @@ class Worker:
         self.method.pause(self)
 
     def _average_model(self) -> None:
-        members = self.comm.members
-        trainers = [rank for rank in members if self.method.trains(rank)]
-        average_model(self._control, self.model, self.x, trainers, members)
+        tensors = [self.x, *self.model.buffers()]
+        local = [tensor.clone() for tensor in tensors] if self.comm.can_lose_members else []
+
+        def average() -> None:
+            for tensor, value in zip(tensors, local, strict=False):
+                tensor.copy_(value)  # in case an attempt has failed
+            members = self.comm.members
+            trainers = [rank for rank in members if self.method.trains(rank)]
+            average_model(self._control, self.model, self.x, trainers, members)
+
+        with torch.no_grad():
+            self._control.among_members("the average of all models", average)
 
 
 def _is_within(call: FrameType, frame: FrameType | None) -> bool:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from laconic import cli
 from laconic.bench.record import RunsFile
@@ -109,6 +114,7 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("compare --seeds 0", "seeds must be at least 1, not 0"),
         ("data mnist", "mnist"),
         ("methods --loud yes", "laconic methods has no option --loud"),
+        ("store --port 65536", "--port must be from 0 (any free port) to 65535, not 65536"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(
@@ -121,3 +127,22 @@ def test_wrong_arguments_are_reported_in_one_line(
     assert error.startswith("laconic: ")
     assert len(error.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_store_is_held_until_interrupted() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "laconic", "store", "--port", "0", "--address", "127.0.0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().partition("127.0.0.1:")[2].partition(",")[0])
+        assert process.stdout.readline() == (
+            f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True\n"
+        )
+        one, other = (TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)) for _ in range(2))
+        one.set("key", "value")
+        assert other.get("key") == b"value"
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0

@@ -16,7 +16,7 @@ from torch import nn
 
 import laconic
 from laconic.comm import connect
-from laconic.launch import _environment, local_store
+from laconic.launch import _environment, open_store
 from tests.helpers import build_model, rank, train_step
 
 
@@ -154,8 +154,8 @@ def errors_of_survivors(victim: int, store_in_rank_0: bool) -> dict[int, str]:
             os.kill(os.getpid(), signal.SIGKILL)
         train_steps(worker, 1)
 
-    store = local_store()
-    environments = [_environment(i, 3, store, None) for i in range(3)]
+    store = open_store("127.0.0.1", 0)
+    environments = [_environment(i, 3, "127.0.0.1", store.port, "lo") for i in range(3)]
     if store_in_rank_0:
         del store
         for environment in environments:

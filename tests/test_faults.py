@@ -18,6 +18,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import laconic
 from laconic import launch
@@ -25,7 +26,7 @@ from laconic.comm import connect
 from laconic.comm.distributed import DistributedComm
 from laconic.comm.reception import BACKLOG
 from laconic.emulate import EmulationError, Network, parse_links
-from laconic.launch import Host, _environment, local_store
+from laconic.launch import STORE_PORT, Host, _environment, open_store
 from tests.helpers import rank
 from tests.test_failures import error_of, train_steps
 
@@ -48,9 +49,14 @@ def errors_of(
     Returns:
         What the user of each rank reads; all but the `silent` ranks must report, and their processes must end.
     """
-    store = None if hosts is not None else local_store()
-    environments = [_environment(i, size, store, hosts) for i in range(size)]
-    if store_in_rank_0:
+    store: TCPStore | None = None
+    if hosts is None:
+        store = open_store("127.0.0.1", 0)
+        address, port, interfaces = "127.0.0.1", store.port, ["lo"] * size
+    else:
+        address, port, interfaces = hosts[0].address, STORE_PORT, [host.interface for host in hosts]
+    environments = [_environment(i, size, address, port, interfaces[i]) for i in range(size)]
+    if store_in_rank_0 or hosts is not None:
         store = None  # frees the port for rank 0
         for environment in environments:
             del environment["TORCHELASTIC_USE_AGENT_STORE"]
@@ -272,7 +278,7 @@ def test_a_reset_connection_does_not_fail_a_run() -> None:
 
 
 def test_the_store_of_spawn_is_on_loopback_only() -> None:
-    store = local_store()
+    store = open_store("127.0.0.1", 0)
     listening = [
         line.split()[1]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")

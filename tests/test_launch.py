@@ -89,6 +89,28 @@ def test_an_exit_is_named() -> None:
         laconic.spawn(lambda: os._exit(3), 1)
 
 
+def test_survivors_are_spared() -> None:
+    def run() -> int:
+        if rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank() == 2:
+            raise LookupError("the reason")
+        time.sleep(0.5)  # long enough for the launcher to notice
+        return rank()
+
+    killed, one, raised = laconic.spawn(run, 3, spare_survivors=True)
+    assert one == 1
+    assert isinstance(killed, laconic.WorkerFailed)
+    assert (killed.rank, str(killed)) == (0, "worker 0 of 3 failed: killed by SIGKILL")
+    assert isinstance(raised, laconic.WorkerFailed)
+    assert str(raised).endswith("LookupError: the reason\n")
+
+
+def test_no_survivor_is_an_error() -> None:
+    with pytest.raises(laconic.WorkerFailed, match="ended with exit code 3"):
+        laconic.spawn(lambda: os._exit(3), 2, spare_survivors=True)
+
+
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     import threading
 

@@ -5,6 +5,7 @@
 FIGURE is one of
     ring         gossip without local steps on a ring of 64, in one process
     driven       the same with random local steps, on rings of 8, 16 and 64
+    shares       how often each edge of a ring of 4 is used at 100 and 10 Mbit/s (300 steps; as root)
     waiting      time per step and waiting at 100 Mbit/s, against DDP (as root)
     momentum     consensus distance and accuracy on a ring of 8
     straggler    one of four workers 4 times slower, against DDP
@@ -40,6 +41,7 @@ from laconic import topology
 from laconic.bench.run import Plan, run
 from laconic.bench.strategies import Contender, Reading, Session, parse_contender
 from laconic.comm.wire import Connector, WireError
+from laconic.emulate import hosts_behind
 from laconic.tasks import Task
 from laconic.tasks.fashion import Fashion
 
@@ -246,6 +248,29 @@ class Loop:
         return results
 
 
+def count_partners(numel: int, steps: int) -> tuple[dict[int, int], dict[str, float]]:
+    """Trains a vector with `rate="auto"`. Returns the exchanges by peer at the last step, and the metrics."""
+    model = nn.Linear(numel, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with laconic.Worker(model, optimizer, laconic.A2CiD2("ring"), timeout=60) as worker:
+        for _ in range(steps):
+            time.sleep(0.05)
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        assert isinstance(worker.method, laconic.A2CiD2)
+        return dict(sorted(worker.method.partners.items())), worker.method.metrics()
+
+
+def shares(**_: Any) -> None:
+    print("| link | rank | exchanges by peer | smallest share of an edge | exchanges of all of x per step |")
+    print("|---|---|---|---|---|")
+    for link in ("100mbit", "10mbit"):
+        with hosts_behind(link, 4) as hosts:
+            for rank, (partners, metrics) in enumerate(laconic.spawn(count_partners, 4, 1_860_000, 300, hosts=hosts)):
+                share, rate = metrics["smallest_edge_share"], metrics["exchanges_per_step"]
+                print(f"| {link} | {rank} | {partners} | {share:.2f} | {rate:.3f} |", flush=True)
+
+
 class WithMethod:
     def __init__(self, method: laconic.Method) -> None:
         self.method = method
@@ -341,7 +366,7 @@ def processor(task: Task, steps: int, seeds: range, **_: Any) -> None:
 
 
 FIGURES: dict[str, Callable[..., None]] = {
-    figure.__name__: figure for figure in (ring, driven, waiting, momentum, straggler, processor)
+    figure.__name__: figure for figure in (ring, driven, shares, waiting, momentum, straggler, processor)
 }
 
 

@@ -32,7 +32,7 @@ from torch import nn
 
 import laconic
 from laconic.emulate import Network, parse_links
-from laconic.launch import Host, _environment, local_store
+from laconic.launch import STORE_PORT, Host, _environment, open_store
 
 METHODS = ["AllReduce", "LocalSGD", "QSGD", "EfficientAdam", "Divisible"]
 PLACES = ["steps", "consensus", "save", "all"]
@@ -128,8 +128,10 @@ def play(seed: int, ranks: int, fault: str, timeout: float) -> Round:
         if fault == "cut":
             hosts = stack.enter_context(Network(parse_links("100mbit", ranks))).hosts
         holder = "rank 0" if hosts is not None else chance.choice(["rank 0", "launcher"])
-        store = None if hosts is not None else local_store()
-        environments = [_environment(rank, ranks, store, hosts) for rank in range(ranks)]
+        store = open_store("127.0.0.1", 0) if hosts is None else None
+        address, port = ("127.0.0.1", store.port) if store is not None else (hosts[0].address, STORE_PORT)
+        interfaces = ["lo"] * ranks if hosts is None else [host.interface for host in hosts]
+        environments = [_environment(rank, ranks, address, port, interfaces[rank]) for rank in range(ranks)]
         if holder == "rank 0":
             store = None  # frees the port
             for environment in environments:

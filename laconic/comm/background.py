@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import warnings
@@ -36,6 +37,8 @@ class BackgroundGossip(Gossip):
         self._store = store.clone()
         self._pairing = Pairing(self._store, topology, rank)
         self._last_heartbeat = time.monotonic()
+        self._exchange_seconds = 0.0  # duration of the last exchange
+        self._patient_until = math.inf  # since when it wants an exchange, plus that duration; infinite if it wants none
         # Everything below is guarded by `_changed`, on which all threads wait.
         self._changed = threading.Condition()
         self._sought = self._urgently = 0
@@ -137,9 +140,10 @@ class BackgroundGossip(Gossip):
             self._store.add(heartbeat_key(self._rank), 1)
         with self._changed:
             resting = self._paused or self._closing
-            need, surplus, wakeup = self._need(), max(0, self.exchanges - self._sought), self._wakeup
+            need, wakeup = self._need(), self._wakeup
             self._woken = False
-        peer = self._pairing.withdraw() if resting else self._pairing.pair(need, surplus, wakeup)
+        patient = self._is_patient(need)
+        peer = self._pairing.leave() if resting else self._pairing.join(need, patient, wakeup)
         self._notice_dropped()
         if peer is not None:
             self._exchange(peer)
@@ -149,12 +153,14 @@ class BackgroundGossip(Gossip):
         with self._changed:
             self._idle = resting
             self._changed.notify_all()
-            # The time-out is for a partner that died before it woke up this worker, and for the heartbeat.
+            # The time-out is for a partner that died before it woke up this worker, for the heartbeat, and for the end
+            # of this worker's patience.
+            patience = self._patient_until - time.monotonic() if patient and need > Need.ANSWER else math.inf
             self._changed.wait_for(
                 lambda: (
                     self._closing or self._paused != resting or self._woken or (not resting and self._need() != need)
                 ),
-                CHECK_SECONDS,
+                max(0.0, min(CHECK_SECONDS, patience)),
             )
             self._idle = resting and self._paused
         return True
@@ -163,6 +169,14 @@ class BackgroundGossip(Gossip):
         if self.exchanges < self._urgently:
             return Need.URGENT
         return Need.SEEK if self.exchanges < self._sought else Need.ANSWER
+
+    def _is_patient(self, need: Need) -> bool:
+        """Returns whether this worker may refuse neighbours: for as long as its last exchange took."""
+        if need == Need.ANSWER:
+            self._patient_until = math.inf
+        elif self._patient_until == math.inf:
+            self._patient_until = time.monotonic() + self._exchange_seconds
+        return time.monotonic() < self._patient_until
 
     def _exchange(self, peer: int) -> None:
         start, nbytes = time.monotonic(), 0
@@ -185,7 +199,8 @@ class BackgroundGossip(Gossip):
             self._pairing.drop(peer, f"{silence}, says rank {self._rank}")
             self._notice_dropped()
             return
-        self._meter.add("background", "exchange", calls=1, nbytes=nbytes, seconds=time.monotonic() - start)
+        self._exchange_seconds, self._patient_until = time.monotonic() - start, math.inf
+        self._meter.add("background", "exchange", calls=1, nbytes=nbytes, seconds=self._exchange_seconds)
         with self._changed:
             self.exchanges += 1
             self.partners[peer] += 1

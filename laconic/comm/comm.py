@@ -6,7 +6,7 @@ The asynchronous verbs are abstract; each blocking verb is written once, in `Com
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.topology import Topology
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -194,6 +195,21 @@ class Comm(ABC):
             what: names the meeting in error messages.
             note: anything that JSON can represent.
         """
+
+    @property
+    def can_lose_members(self) -> bool:
+        """Whether the others continue when a rank is gone: with gossip."""
+        return False
+
+    def among_members(self, what: str, operation: Callable[[], T]) -> T:
+        """Returns the result of an operation of all members; with gossip, repeats it if a member is lost meanwhile.
+
+        Args:
+            what: names the operation in error messages.
+            operation: calls verbs of this channel. It may be called several times, on all members, each time between
+                those that are left.
+        """
+        return operation()
 
     @abstractmethod
     def now(self) -> float:

@@ -22,8 +22,9 @@ from laconic.comm.finite import is_finite, raise_not_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.mesh import HAS_EPOLL, Mesh
 from laconic.comm.meter import Meter, ring_mean_nbytes, tree_children
-from laconic.comm.pairing import Pairing
+from laconic.comm.pairing import Dropped, Pairing
 from laconic.comm.register import Register, first_line
+from laconic.comm.store import StoreGone
 from laconic.comm.wire import Connector, WireError, bytes_of
 from laconic.comm.work import PendingWork, PointToPointWork, Work, call_torch, wait_for
 from laconic.topology import Topology
@@ -241,6 +242,33 @@ class DistributedComm(Comm):
 
     def meet(self, what: str, note: Any = None) -> list[Any]:
         return self._register.meet(what, self.meter.step, note)
+
+    @property
+    def can_lose_members(self) -> bool:
+        return self._register.pairing is not None
+
+    def among_members(self, what: str, operation: Callable[[], T]) -> T:
+        while self.can_lose_members:
+            members, error = self.members, None
+            try:
+                result = operation()
+            except (Dropped, StoreGone):
+                raise
+            except PeerError as lost:
+                error = lost
+            if all(self.meet(what, error is None)) and error is None:
+                return result
+            if self.members == members:
+                raise error or PeerError(f"rank {self.rank}: {what} failed on another rank, and no rank is lost")
+            self._forget_connections()
+        return operation()
+
+    def _forget_connections(self) -> None:
+        """Makes the verbs use new connections between the members. The old ones may hold parts of failed messages."""
+        if self._mesh is not None:
+            self._register.meanwhile.remove(self._mesh.serve)
+            self._mesh.close()
+            self._mesh = None
 
     def now(self) -> float:
         return time.monotonic()

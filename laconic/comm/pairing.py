@@ -1,20 +1,30 @@
-"""Pairs up free neighbours for gossip, without a master.
+"""Pairs up free neighbours for gossip, without a master, so that every edge of the graph is used.
 
-The free workers are listed on a *board*: one value in the job's store, which is only ever replaced as a whole, by
-compare-and-set. A worker that wants an exchange takes a free neighbour off the board, and wakes it up. If there is
-none, it lists itself and is woken up later. Two workers that both seek an exchange may be paired at once. A worker that
-only answers is paired only with one whose need is urgent. It follows that:
+All workers share a *board*: one value in the job's store, which is only ever replaced as a whole, by compare-and-set.
+`Board` is a pure state machine: no clock, no input or output. It lists the workers that are free and those in an
+exchange. Each change pairs up all free neighbours that may be paired, the least recently used edge first:
 
-- Two free neighbours never both seek, and a free worker in urgent need has no free neighbour at all. It waits only
-  while all its neighbours are in an exchange, and a worker in an exchange waits only for its partner. So waits form no
-  cycle, and a slow worker delays only its partner.
-- A neighbour that becomes free takes the urgent one that has waited longest. So nobody starves.
+- Two workers that both seek an exchange may be paired, and one in urgent need with any free neighbour. A worker that
+  could be paired takes the neighbour that has waited longest for its turn, even if that one only answers.
+- A free worker that seeks an exchange *refuses* a neighbour while it waits for another one that it has met less
+  recently: one in an exchange that began before this worker became free. Without this rule, two workers that end an
+  exchange would be free at the same moment, and take each other again and again: on a slow link the graph would fall
+  into fixed pairs.
+- A worker refuses nobody once it is no longer patient. Its caller measures the time, so that a slow or silent
+  neighbour delays others only for a while.
+
+It follows that:
+
+- There is no deadlock: a worker refuses others only while a neighbour is in an exchange.
+- Of all edges, the least recently used one is refused by neither end. Each end makes at most the exchange it is in, and
+  waits at most for the other end's, before the two are paired. So every edge is used in a bounded number of exchanges,
+  as long as workers are patient, and nobody starves.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -43,75 +53,98 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Free:
-    """A free worker on the board."""
+    """A free worker."""
 
     need: int
-    surplus: int  # exchanges made beyond those that it sought
-    since: int  # `Board.listings` when it was listed with this need: the smallest has waited longest
+    patient: bool  # whether it refuses neighbours while it waits for others
+    since: int  # `Board.changes` when it became free
     wakeup: int  # number of its wake-up key
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A worker in an exchange, from the moment it is paired until it is back at the board."""
+
+    partner: int
+    since: int  # `Board.changes` when it was paired
+    noticed: bool  # whether it knows of the exchange
 
 
 @dataclass
 class Board:
-    """The content of the board. Each rank is in at most one of the three dictionaries."""
+    """The state of all workers. Each rank is in at most one of the three dictionaries."""
 
-    listings: int = 0  # how often a worker was listed, with a new need
+    topology: Topology
+    changes: int = 0
     free: dict[int, Free] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)  # workers taken off the board, and by whom, until they notice
+    busy: dict[int, Busy] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)  # workers that were dropped, and why
+    used: dict[tuple[int, int], int] = field(default_factory=dict)  # by edge: `changes` at its last exchange
 
     @classmethod
-    def parse(cls, text: str) -> Board:
+    def parse(cls, text: str, topology: Topology) -> Board:
         """Reads what `str` has written."""
-        listings, free, taken, dropped = json.loads(text)
+        changes, free, busy, dropped, used = json.loads(text)
         return cls(
-            listings,
-            {int(rank): Free(*entry) for rank, entry in free.items()},
-            {int(rank): partner for rank, partner in taken.items()},
+            topology,
+            changes,
+            {int(rank): Free(need, bool(patient), *rest) for rank, (need, patient, *rest) in free.items()},
+            {int(rank): Busy(partner, since, bool(noticed)) for rank, (partner, since, noticed) in busy.items()},
             {int(rank): why for rank, why in dropped.items()},
+            {edge: change for edge, change in zip(topology.edges, used, strict=True) if change},
         )
 
     def __str__(self) -> str:
-        free = {rank: (entry.need, entry.surplus, entry.since, entry.wakeup) for rank, entry in self.free.items()}
-        return json.dumps([self.listings, free, self.taken, self.dropped])
+        free = {rank: (f.need, int(f.patient), f.since, f.wakeup) for rank, f in self.free.items()}
+        busy = {rank: (b.partner, b.since, int(b.noticed)) for rank, b in self.busy.items()}
+        used = [self.used.get(edge, 0) for edge in self.topology.edges]
+        return json.dumps([self.changes, free, busy, self.dropped, used], separators=(",", ":"))
 
-    def pair(
-        self, rank: int, neighbours: tuple[int, ...], need: Need, surplus: int, wakeup: int
-    ) -> tuple[int | None, Free | None]:
-        """Pairs `rank`, which is in no exchange, with a neighbour, or lists it as free.
+    def join(self, rank: int, need: Need, patient: bool, wakeup: int) -> tuple[int | None, dict[int, Free]]:
+        """Lists `rank`, which is in no exchange, as free, or updates its entry, and pairs up neighbours.
 
         Returns:
-            The partner, and its entry if it must be woken up; (None, None) if there is no partner yet.
+            The partner of `rank`, if it has one; and the other workers that were paired, which must be woken up.
         """
-        if rank in self.taken:
-            return self.taken.pop(rank), None
-        before = self.free.pop(rank, None)
-        fitting = {r: self.free[r] for r in neighbours if r in self.free and need + self.free[r].need >= Need.URGENT}
-        if fitting:
-            # First the greatest need, then the smallest surplus, then the longest wait.
-            partner = min(fitting, key=lambda r: (-fitting[r].need, fitting[r].surplus, fitting[r].since))
-            self.taken[partner] = rank
-            return partner, self.free.pop(partner)
-        if before is not None and before.need == need:
-            since = before.since
-        else:
-            self.listings += 1
-            since = self.listings
-        self.free[rank] = Free(need, surplus, since, wakeup)
-        return None, None
+        if rank in self.busy:
+            if not self.busy[rank].noticed:
+                self.busy[rank] = replace(self.busy[rank], noticed=True)
+                return self.busy[rank].partner, {}
+            del self.busy[rank]  # its exchange is over
+        self.changes += 1
+        since = self.free[rank].since if rank in self.free else self.changes
+        self.free[rank] = Free(need, patient, since, wakeup)
+        paired = self._pair_up()
+        if rank not in paired:
+            return None, paired
+        del paired[rank]
+        self.busy[rank] = replace(self.busy[rank], noticed=True)
+        return self.busy[rank].partner, paired
 
-    def withdraw(self, rank: int) -> int | None:
-        """Takes `rank` off the board. Returns its partner if it has been taken already: that exchange must be made."""
+    def leave(self, rank: int) -> tuple[int | None, dict[int, Free]]:
+        """Takes `rank`, which is in no exchange, off the board, unless it was paired: that exchange must be made.
+
+        Returns:
+            As `join`.
+        """
+        if rank in self.busy and not self.busy[rank].noticed:
+            self.busy[rank] = replace(self.busy[rank], noticed=True)
+            return self.busy[rank].partner, {}
         self.free.pop(rank, None)
-        return self.taken.pop(rank, None)
+        self.busy.pop(rank, None)
+        return None, self._pair_up()  # others may have waited for this one
 
-    def drop(self, rank: int, why: str, topology: Topology) -> None:
-        """Drops `rank`, and all workers that are then disconnected from the largest part of the graph."""
+    def drop(self, rank: int, why: str) -> dict[int, Free]:
+        """Drops `rank`, and all workers that are then disconnected from the largest part of the graph.
+
+        Returns:
+            The workers that were paired, which must be woken up.
+        """
         if rank in self.dropped:
-            return
+            return {}
         self.dropped[rank] = why
-        left = [node for node in topology.nodes if node not in self.dropped]
-        largest, *others = topology.components(left) or [()]
+        left = [node for node in self.topology.nodes if node not in self.dropped]
+        largest, *others = self.topology.components(left) or [()]
         for part in others:
             for node in part:
                 self.dropped[node] = (
@@ -120,8 +153,55 @@ class Board:
                 )
         for node in self.dropped:
             self.free.pop(node, None)
-            self.taken.pop(node, None)
-        self.taken = {node: partner for node, partner in self.taken.items() if partner not in self.dropped}
+            self.busy.pop(node, None)
+        # A worker that was paired with a dropped one, and does not know it, returns to the board after its wake-up.
+        lost = [node for node, busy in self.busy.items() if busy.partner in self.dropped and not busy.noticed]
+        for node in lost:
+            del self.busy[node]
+        return self._pair_up()
+
+    def _pair_up(self) -> dict[int, Free]:
+        """Pairs up all free neighbours that may be paired. Returns their former entries."""
+        paired: dict[int, Free] = {}
+        while edges := self._possible_edges():
+            edge = min(edges, key=lambda e: (self.used.get(e, 0), sum(self.free[node].since for node in e)))
+            self.changes += 1
+            self.used[edge] = self.changes
+            for node, partner in (edge, edge[::-1]):
+                paired[node] = self.free.pop(node)
+                self.busy[node] = Busy(partner, self.changes, noticed=False)
+        return paired
+
+    def _possible_edges(self) -> list[tuple[int, int]]:
+        willing = [
+            (i, j)
+            for i in self.free
+            for j in self.topology.neighbours(i)
+            if i < j and j in self.free and not self._refuses(i, j) and not self._refuses(j, i)
+        ]
+        needs = {(i, j): self.free[i].need + self.free[j].need for i, j in willing}
+        could_be_paired = {node for edge in willing if needs[edge] >= Need.URGENT for node in edge}
+        return [
+            edge
+            for edge in willing
+            if needs[edge] >= Need.URGENT
+            or any(node in could_be_paired and self.free[node].need >= Need.SEEK for node in edge)
+        ]
+
+    def _refuses(self, rank: int, other: int) -> bool:
+        """Returns whether `rank`, which is free, waits for another neighbour whose turn is before that of `other`."""
+        mine = self.free[rank]
+        return (
+            mine.need >= Need.SEEK
+            and mine.patient
+            and any(
+                k in self.busy and self.busy[k].since < mine.since and self._used(rank, k) < self._used(rank, other)
+                for k in self.topology.neighbours(rank)
+            )
+        )
+
+    def _used(self, i: int, j: int) -> int:
+        return self.used.get((min(i, j), max(i, j)), 0)
 
 
 class Pairing:
@@ -132,29 +212,32 @@ class Pairing:
     def __init__(self, store: KeyValueStore, topology: Topology, rank: int) -> None:
         self.topology, self.rank = topology, rank
         self._store = store
-        self._neighbours = topology.neighbours(rank)
-        self._text = store.compare_set(self.KEY, "", str(Board())).decode()
+        self._text = store.compare_set(self.KEY, "", str(Board(topology))).decode()
 
-    def pair(self, need: Need, surplus: int, wakeup: int) -> int | None:
+    def join(self, need: Need, patient: bool, wakeup: int) -> int | None:
         """Returns the rank of a partner. If there is none yet, lists this worker as free and returns None.
 
-        A partner that takes this worker later sets the key `wakeup_key(rank, wakeup)`; then call this again.
+        A worker that pairs this one later sets the key `wakeup_key(rank, wakeup)`; then call this again.
+
+        Args:
+            need: how much this worker wants an exchange.
+            patient: whether it may wait for a neighbour whose turn it is, while others are free.
+            wakeup: number of this worker's next wake-up key.
         """
         while True:
             board = self._board()
-            partner, taken = board.pair(self.rank, self._neighbours, need, surplus, wakeup)
+            partner, paired = board.join(self.rank, need, patient, wakeup)
             if self._replace(board):
-                break
-        if partner is not None and taken is not None:
-            self._store.set(wakeup_key(partner, taken.wakeup), "")
-        return partner
+                self._wake_up(paired)
+                return partner
 
-    def withdraw(self) -> int | None:
-        """Takes this worker off the board. Returns its partner if it has been taken: that exchange must be made."""
+    def leave(self) -> int | None:
+        """Takes this worker off the board. Returns its partner if it has been paired: that exchange must be made."""
         while True:
             board = self._board()
-            partner = board.withdraw(self.rank)
+            partner, paired = board.leave(self.rank)
             if self._replace(board):
+                self._wake_up(paired)
                 return partner
 
     def drop(self, rank: int, why: str) -> None:
@@ -164,9 +247,10 @@ class Pairing:
             Dropped: this worker was dropped itself. Then it may drop no other, since it was away, not they.
         """
         while True:
-            board = self._board() if rank != self.rank else Board.parse(self._text)
-            board.drop(rank, why, self.topology)
+            board = self._board() if rank != self.rank else Board.parse(self._text, self.topology)
+            paired = board.drop(rank, why)
             if self._replace(board):
+                self._wake_up(paired)
                 return
 
     def read(self) -> dict[int, str]:
@@ -178,10 +262,10 @@ class Pairing:
     @property
     def dropped(self) -> dict[int, str]:
         """The workers that were dropped, and why, as of the last access to the board."""
-        return Board.parse(self._text).dropped
+        return Board.parse(self._text, self.topology).dropped
 
     def _board(self) -> Board:
-        board = Board.parse(self._text)
+        board = Board.parse(self._text, self.topology)
         if self.rank in board.dropped:
             raise Dropped(f"rank {self.rank} was dropped, the others go on without it: {board.dropped[self.rank]}")
         return board
@@ -192,6 +276,10 @@ class Pairing:
         found = self._store.compare_set(self.KEY, self._text, desired).decode()
         replaced, self._text = found == desired, found
         return replaced
+
+    def _wake_up(self, paired: dict[int, Free]) -> None:
+        for rank, entry in paired.items():
+            self._store.set(wakeup_key(rank, entry.wakeup), "")
 
 
 def wakeup_key(rank: int, number: int) -> str:

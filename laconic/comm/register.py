@@ -98,7 +98,13 @@ class Register:
         self._meetings += 1
         number = self._meetings
         if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
-            self.store.delete_key(f"meet/{number - 2}/{self.rank}")
+            for key in (
+                f"meet/{number - 2}/{self.rank}",
+                f"meet/{number - 2}/members",
+                f"alive/{number - 2}/{self.rank}",
+                f"roll call/{number - 2}",
+            ):
+                self.store.delete_key(key)
         self.store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
         self._wait_for_members(number, what, step, timeout)
         signed = [json.loads(self.store.get(f"meet/{number}/{rank}")) for rank in self.members]
@@ -211,6 +217,7 @@ class Register:
         """
         self.raise_if_failed(doing)
         with self._naming_store(doing):
+            self._raise_if_dropped(doing, participants)
             self._answer_roll_call(doing)
             self._raise_if_at_meeting(doing, participants, number)
 
@@ -225,6 +232,19 @@ class Register:
                     f"rank {self.rank}: {doing} cannot complete: rank {rank} has been at {what} since its step {step}, "
                     f"and all ranks must come there"
                 )
+
+    def _raise_if_dropped(self, doing: str, participants: Mapping[int, str]) -> None:
+        if self.pairing is None:
+            return
+        dropped = self.pairing.read()
+        for rank in participants:
+            if rank in dropped:
+                raise PeerError(f"rank {self.rank}: {doing} cannot complete: rank {rank} was dropped: {dropped[rank]}")
+
+    def _roll_call_key(self, rank: int | None = None) -> str:
+        """Returns the key of a roll call, or of a rank's answer. With gossip there may be one after each meeting."""
+        number = 0 if self.pairing is None else self._meetings
+        return f"roll call/{number}" if rank is None else f"alive/{number}/{rank}"
 
     def fail(self, text: str) -> None:
         """Reports that this rank failed. All ranks name the first that did; with gossip, the others drop this one."""
@@ -254,14 +274,15 @@ class Register:
         try:
             self.raise_if_failed(doing)
             with self._naming_store(doing):
-                self.store.set("roll call", "")
+                self.store.set(self._roll_call_key(), "")
                 self._answer_roll_call(doing)
                 found = self.lifeline.survey(range(self.size), ROLL_CALL_SECONDS)
                 self._report_if_dead(found)
                 self.raise_if_failed(doing)
                 for rank in missing:
-                    self.store.appear([f"alive/{rank}"], deadline - time.monotonic(), self.serve)
-                absent = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
+                    self.store.appear([self._roll_call_key(rank)], deadline - time.monotonic(), self.serve)
+                absent = [rank for rank in missing if not self._is_waiting(rank)]
+                self._drop_if_lost(found, cause)
             self.raise_if_failed(doing)
         except PeerError as named:
             return named
@@ -282,14 +303,25 @@ class Register:
             return f"did not answer {within}: {ranks(absent)} (it lives, and may be computing)"
         return "all ranks are alive"
 
+    def _drop_if_lost(self, found: Mapping[int, Status], cause: str) -> None:
+        """With gossip, the others go on without ranks that cannot be reached or are stopped."""
+        if self.pairing is not None:
+            for rank in self.members:
+                if found.get(rank) in ("unreachable", "silent"):
+                    self.pairing.drop(rank, f"{found[rank]} after {cause}, says rank {self.rank}")
+
+    def _is_waiting(self, rank: int) -> bool:
+        """Returns whether a rank has answered the roll call, or is at the next meeting already."""
+        return any(self.store.check([key]) for key in (self._roll_call_key(rank), f"meet/{self._meetings + 1}/{rank}"))
+
     def _cut_link(self, unreachable: Collection[int]) -> str:
         if len(unreachable) > 1:
             return "the link of its own host seems to be cut"
         return f"the host of one of the two ranks, or its link, is down ({ranks(sorted([self.rank, *unreachable]))})"
 
     def _answer_roll_call(self, doing: str) -> None:
-        if self.store.check(["roll call"]):
-            self.store.set(f"alive/{self.rank}", doing)
+        if self.store.check([self._roll_call_key()]):
+            self.store.set(self._roll_call_key(self.rank), doing)
 
 
 class Heartbeats:

@@ -19,23 +19,24 @@ References:
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from laconic.comm import Comm, Dialogue, Gossip
+from laconic.comm import Dialogue, Gossip
 from laconic.comm.finite import is_finite
 from laconic.method import Method, Replica, check_count, state
+from laconic.methods.gossip_foreground import draw_matchings, run_dialogue
+from laconic.methods.gossip_rate import WINDOW, RateWatch, due_exchanges
 from laconic.topology import TOPOLOGIES, Topology, named
 
-RATE_WINDOW = 100  # steps over which `rate="auto"` measures the rate
 MIN_SCALE = 1e-3  # the factor of δ is folded into the vector below this, before it loses precision
 MIN_PIECE_NUMEL = 1 << 15  # an exchange sends x in pieces of at least this many entries
+MAX_EXCHANGE_STEPS = 16  # local steps after which an exchange with `rate="auto"` ends, with only a part of x
 
 
 def mixing(elapsed: float) -> tuple[float, float]:
@@ -47,18 +48,21 @@ def mixing(elapsed: float) -> tuple[float, float]:
 class A2CiD2(Method):
     """Averages parameters between pairs of neighbours in the background, with momentum.
 
-    Each exchange sends 4d + 32 bytes each way, for d parameters. The module docstring has the equations.
+    Each exchange sends 4d + 40 bytes each way, for d parameters, and 4 for each piece. The module docstring has the
+    equations.
 
     Args:
         topology: who exchanges with whom: `"ring"`, `"exponential"`, `"complete"`, `"torus"`, or a
             `laconic.topology.Topology` of all workers.
         rate: exchanges per gradient step and worker. `"auto"` makes as many as the link allows, at most about one; the
-            momentum follows the measured rate. Workers answer requests at any time, so a slow worker may make more.
+            momentum follows the measured rate. On a slow link an exchange is of a part of x only. With a number,
+            exchanges are due at random, as a Poisson process. Workers answer requests at any time, so a slow worker may
+            make more.
         momentum: False gives plain asynchronous pairwise gossip.
         background: False makes the exchanges between steps, along random matchings that are the same on all workers.
             This is deterministic and synchronous; it is meant for tests.
-        slack: with a fixed `rate`, training waits once it is this many steps ahead of its exchanges. `"auto"` never
-            waits.
+        slack: with a fixed `rate`, training waits once this many steps' exchanges are due and not made. `"auto"`
+            never waits.
 
     Example:
         >>> import torch, laconic
@@ -100,7 +104,9 @@ class A2CiD2(Method):
     partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # exchanges by peer
     _x: Tensor = field(init=False, repr=False, compare=False)
     _local_x: Tensor = field(init=False, repr=False, compare=False)  # _x, or a copy while consensus() uses _x
-    _send_buffer: Tensor = field(init=False, repr=False, compare=False)  # (d)
+    _send_buffer: Tensor = field(init=False, repr=False, compare=False)  # (d + 1)
+    _positions: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)  # see `exchange`
+    _watch: RateWatch = field(init=False, repr=False, compare=False)
     _pending_slices: list[slice] = field(init=False, repr=False, compare=False, default_factory=list)  # nonzero there
     _exchanging: bool = field(init=False, repr=False, compare=False, default=False)
     _rank: int = field(init=False, repr=False, compare=False)
@@ -129,7 +135,8 @@ class A2CiD2(Method):
                 f"topology must have the nodes 0 to {size - 1}, one for each of {size} workers, not {self._graph.nodes}"
             )
         self._rank = worker.comm.rank
-        self._x, self._local_x, self._send_buffer = worker.x, worker.x, torch.empty_like(worker.x)
+        self._x, self._local_x, self._send_buffer = worker.x, worker.x, worker.x.new_empty(worker.x.numel() + 1)
+        self._watch = RateWatch(self._rank, worker.x.numel() * worker.x.element_size())
         self.delta = torch.zeros_like(worker.x)
         self.pending = torch.zeros_like(worker.x)
         if self.background and size > 1:
@@ -140,7 +147,9 @@ class A2CiD2(Method):
             return
         if self._gossip is None:
             self._finish_step()
-            for pair in self._draw_matchings(worker.generator):
+            self.backlog += 1.0 if self.rate == "auto" else self.rate
+            pairs, self.backlog = draw_matchings(self._graph, self.backlog, worker.generator)
+            for pair in pairs:
                 if worker.comm.rank in pair:
                     run_dialogue(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank)
                     self._apply_pending()
@@ -166,8 +175,17 @@ class A2CiD2(Method):
         self._apply_pending()
 
     def metrics(self) -> dict[str, float]:
-        by_peer = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}
-        return {"exchanges": float(self.exchanges), "exchanges_per_step": self.measured_rate, **by_peer}
+        """Returns counts of exchanges.
+
+        `exchanges_per_step` is in units of all of x. `smallest_edge_share` is that of the neighbour met least often,
+        relative to equal shares: 1 if all were met equally often, 0 if one was never met.
+        """
+        neighbours, partners = self._graph.neighbours(self._rank), self.partners.copy()
+        by_peer = {f"exchanges_with_{peer}": float(partners[peer]) for peer in sorted({*neighbours, *partners})}
+        made = sum(partners[peer] for peer in neighbours)
+        share = min(partners[peer] for peer in neighbours) * len(neighbours) / made if made else 0.0
+        rate = {"exchanges": float(self.exchanges), "exchanges_per_step": self.measured_rate}
+        return {**rate, "smallest_edge_share": share, **by_peer}
 
     # The paper's three rules: exchange, local step, mixing. Each acts on every coordinate independently, and a local
     # step moves x and x̃ equally. So x may be sent in pieces, and be read while the optimizer runs or some local steps
@@ -175,38 +193,52 @@ class A2CiD2(Method):
     # what was actually sent.
 
     def exchange(self, peer: int) -> Dialogue:
-        """Averages x with a peer; both ends run this generator.
+        """Averages x, or a part of it, with a peer; both ends run this generator.
 
         Both ends agree on a clock value, mix to it, send their x, and move by exactly opposite differences. They do not
-        mix again until the exchange is over. x is sent in as many pieces as the last exchange took steps, each with its
-        current values, and each difference is applied when it arrives; otherwise differences would be as old as the
-        exchange is long.
+        mix again until the exchange is over. x is sent in as many pieces as an exchange of all of x takes steps, each
+        with its current values, and each difference is applied when it arrives; otherwise differences would be as old
+        as the exchange is long.
+
+        With `rate="auto"` the exchange ends once either end has made `MAX_EXCHANGE_STEPS` local steps. The rest of x is
+        left unchanged at both ends, and the next exchange with this peer begins there: `_positions` has the entry.
 
         Yields:
-            The tensors to send; the peer's tensors come back.
+            The tensors to send; the peer's tensors come back. Each piece is followed by the steps made so far.
         """
-        steps_before = self.steps
+        steps_before, d = self.steps, self._x.numel()
         mine = torch.tensor(
-            [self.clock, self._alpha_tilde(), self.measured_rate, self.exchange_steps], dtype=torch.float64
+            [self.clock, self._alpha_tilde(), self.measured_rate, self.exchange_steps, self._positions.get(peer, 0)],
+            dtype=torch.float64,
         )
         self._exchanging = True
         try:
             theirs = yield mine
-            now, _, _, exchange_steps = torch.maximum(mine, theirs).tolist()
+            now, _, _, exchange_steps, position = torch.maximum(mine, theirs).tolist()
             alpha_tilde = (mine[1].item() + theirs[1].item()) / 2
             self.clock = max(self.clock, now)
             self._mix(now)
             if alpha_tilde != 0.5:  # with α̃ = ½, δ does not change
                 self._rescale()
-            for piece in self._pieces(int(exchange_steps)):
+            exchanged = 0
+            for piece in self._pieces(int(exchange_steps), int(position)):
                 sent = self._current_x(piece)
                 self._check_finite(sent)
-                received = yield sent
-                self._move(piece, sent.sub_(received), -0.5, 0.5 - alpha_tilde)
+                steps = min(self.steps - steps_before, MAX_EXCHANGE_STEPS)
+                message = self._send_buffer[: sent.numel() + 1]
+                message[-1] = steps
+                received = yield message
+                steps = max(steps, int(received[-1].item()))
+                self._move(piece, sent.sub_(received[:-1]), -0.5, 0.5 - alpha_tilde)
+                exchanged += sent.numel()
+                if self.rate == "auto" and steps >= MAX_EXCHANGE_STEPS:
+                    break
         finally:
             self._exchanging = False
-        self.exchange_steps = max(1, self.steps - steps_before)
-        self.measured_rate += (theirs[2].item() - mine[2].item()) / 2 + self._rate_gain()
+        self._positions[peer] = (int(position) + exchanged) % d
+        share = exchanged / d
+        self.exchange_steps = max(1, round((self.steps - steps_before) / share))
+        self.measured_rate += (theirs[2].item() - mine[2].item()) / 2 + share * self._rate_gain()
         self.exchanges += 1
         self.partners[peer] += 1
 
@@ -244,14 +276,17 @@ class A2CiD2(Method):
         if in_delta:
             self.delta[piece].add_(difference, alpha=in_delta)
 
-    def _pieces(self, count: int) -> list[slice]:
+    def _pieces(self, count: int, start: int) -> Iterator[slice]:
+        """Yields about `count` pieces of x, from the entry `start` to the end and on from the beginning."""
         d = self._x.numel()
-        count = max(1, min(count, d // MIN_PIECE_NUMEL))
-        return [slice(d * i // count, d * (i + 1) // count) for i in range(count)]
+        length = math.ceil(d / max(1, min(count, d // MIN_PIECE_NUMEL)))
+        for begin, end in ((start, d), (0, start)):
+            for first in range(begin, end, length):
+                yield slice(first, min(first + length, end))
 
     def _current_x(self, piece: slice) -> Tensor:
-        """Returns a piece of the current x, in the send buffer."""
-        out = self._send_buffer[piece]
+        """Returns a piece of the current x, at the beginning of the send buffer."""
+        out = self._send_buffer[: self._x[piece].numel()]
         if self._pending_slices:
             torch.add(self._local_x[piece], self.pending[piece], out=out)
         else:
@@ -289,42 +324,29 @@ class A2CiD2(Method):
 
     def _rate_gain(self) -> float:
         """Returns the weight of the latest step in `measured_rate`: a plain mean at first, then a moving average."""
-        return 1 / min(max(1, self.steps), RATE_WINDOW)
+        return 1 / min(max(1, self.steps), WINDOW)
 
     # When to exchange.
 
     def _request_exchanges(self, gossip: Gossip, worker: Replica) -> None:
+        self._watch.add_step(worker.comm.now())
         if self.rate == "auto":
             # Missed exchanges are not accumulated, except for one, so that the request can become urgent.
             patience = 2
             self.requested = min(self.requested + 1, self.exchanges + patience)
         else:
             patience = max(2, math.ceil(self.rate * self.slack / 2))
-            while self._due_step(worker.comm.rank, self.requested) <= worker.step:
-                self.requested += 1
+            self.requested += due_exchanges(self.rate, self._rank, worker.step)
         total = self.requested - self._resumed_exchanges
         gossip.seek(total, urgently=total - patience + 1)
         if self.rate != "auto":
-            gossip.wait(math.floor(self.rate * (worker.step - self.slack)) - self._resumed_exchanges)
-
-    def _due_step(self, rank: int, k: int) -> float:
-        """Returns when a rank's k-th exchange is due, in steps: at random in the k-th interval of length 1/rate."""
-        assert self.rate != "auto"
-        return (k + random.Random((rank << 40) + k).random()) / self.rate
-
-    def _draw_matchings(self, generator: torch.Generator) -> list[tuple[int, int]]:
-        """Returns the pairs that exchange after this step, the same on all ranks: random maximal matchings."""
-        pairs: list[tuple[int, int]] = []
-        self.backlog += 1.0 if self.rate == "auto" else self.rate
-        while self.backlog > 0:
-            matched: set[int] = set()
-            for index in torch.randperm(len(self._graph.edges), generator=generator).tolist():
-                pair = self._graph.edges[index]
-                if matched.isdisjoint(pair):
-                    matched.update(pair)
-                    pairs.append(pair)
-            self.backlog -= len(matched) / self._graph.size
-        return pairs
+            # Training waits only for exchanges that are urgent by now: others might never be made.
+            required = total - max(patience - 1, math.ceil(self.rate * self.slack))
+            if gossip.exchanges < required:
+                start = worker.comm.now()
+                gossip.wait(required)
+                self._watch.add_wait(worker.comm.now() - start)
+        self._watch.check(None if self.rate == "auto" else self.rate, self.measured_rate, worker.comm.now())
 
     def state_dict(self) -> dict[str, Any]:
         if self._gossip is not None:
@@ -338,15 +360,3 @@ class A2CiD2(Method):
         super().load_state_dict(saved)
         self._local_x, self._pending_slices = self._x, [slice(None)]
         self._resumed_exchanges = self.exchanges - (self._gossip.exchanges if self._gossip is not None else 0)
-
-
-def run_dialogue(comm: Comm, talk: Callable[[int], Dialogue], peer: int) -> None:
-    """Runs a dialogue with a peer in the foreground, message by message."""
-    dialogue = talk(peer)
-    sent = next(dialogue)
-    while True:
-        received = comm.exchange(sent, peer)
-        try:
-            sent = dialogue.send(received)
-        except StopIteration:
-            return

@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic.comm.mesh import HAS_EPOLL, Mesh, MeshWork
 from laconic.comm.store import JobStore
 from laconic.comm.wire import Connector, WireError, bytes_of
-from laconic.launch import local_store
+from laconic.launch import open_store
 
 pytestmark = pytest.mark.skipif(not HAS_EPOLL, reason="needs epoll, which Linux has")
 LONG = timedelta(seconds=20)
@@ -28,7 +28,7 @@ BACKGROUND = pytest.mark.parametrize("background", [False, True])
 
 @contextmanager
 def meshes(size: int, background: bool) -> Iterator[list[Mesh]]:
-    store = JobStore(local_store(), "this process", timeout=20)
+    store = JobStore(open_store("127.0.0.1", 0), "this process", timeout=20)
 
     def open_mesh(rank: int) -> Mesh:
         others = [other for other in range(size) if other != rank]
@@ -126,7 +126,7 @@ def test_messages_of_different_lengths_are_an_error(numel: int, background: bool
 
 
 def test_a_worker_that_does_not_connect_is_named() -> None:
-    connector = Connector(JobStore(local_store(), "this process", timeout=20), 0, timeout=0.1)
+    connector = Connector(JobStore(open_store("127.0.0.1", 0), "this process", timeout=20), 0, timeout=0.1)
     with pytest.raises(WireError, match=r"no connection to rank 1: it did not connect within 0\.1 s"):
         Mesh(connector, 0, [1], background=True)
 

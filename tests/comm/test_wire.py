@@ -14,12 +14,12 @@ from torch import Tensor
 from laconic.comm import reception, wire
 from laconic.comm.store import JobStore
 from laconic.comm.wire import Connector, Wire, WireError, own_address
-from laconic.launch import local_store
+from laconic.launch import open_store
 
 
 @pytest.fixture
 def store() -> Iterator[JobStore]:
-    store = JobStore(local_store(), "this process", timeout=20)
+    store = JobStore(open_store("127.0.0.1", 0), "this process", timeout=20)
     yield store
     store.close()
 

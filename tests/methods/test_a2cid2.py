@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import topology
+from laconic.emulate import EmulationError, hosts_behind
+from laconic.methods.gossip_rate import due_exchanges
 from tests.helpers import OPTIMIZERS, train
 from tests.oracles.a2cid2 import a2cid2
 
@@ -103,12 +105,13 @@ def test_the_mean_is_kept_by_asynchronous_processes(workers: int) -> None:
         assert torch.equal(made, made.T)
         edges = topology.named(str(method.topology), workers).edges
         assert all((min(pair), max(pair)) in edges for pair in made.nonzero().tolist())
-        for result in results:
+        for rank, result in enumerate(results):
             exchanges = int(result["partners"].sum())
             assert exchanges >= 1
             if method.rate != "auto":
-                assert exchanges >= method.rate * (16 - method.slack)
-            assert result["meter"].nbytes("background") == exchanges * (4 * D + 32)
+                due = sum(due_exchanges(method.rate, rank, step + 1) for step in range(16))
+                assert exchanges >= due - method.rate * method.slack
+            assert result["meter"].nbytes("background") == exchanges * (4 * D + 44)
 
 
 def test_the_mean_is_kept_after_resuming(tmp_path: Path) -> None:
@@ -120,18 +123,68 @@ def test_the_mean_is_kept_after_resuming(tmp_path: Path) -> None:
     check_the_mean(results)
     for rank, result in enumerate(results):
         before = saved[rank]["worker"]["method"]["exchanges"]
-        assert before >= 12 - method.slack
+        due = [due_exchanges(1.0, rank, step + 1) for step in range(24)]
+        assert before >= sum(due[:12]) - method.slack
         assert result["exchanges"] == before + result["partners"].sum()
-        assert result["exchanges"] >= 24 - method.slack
+        assert result["exchanges"] >= sum(due) - method.slack
 
 
 def test_the_rate_is_met() -> None:
+    planned = {0.25: 1000, 1.0: 1000, 2.0: 500}  # steps
+
     def run() -> list[int]:
-        planned = {0.25: 1000, 1.0: 1000, 2.0: 500}  # steps
         return [run_worker(laconic.A2CiD2("ring", rate), steps, 0.0002)["exchanges"] for rate, steps in planned.items()]
 
-    for made in laconic.spawn(run, 2):
-        assert made == pytest.approx([250, 1000, 1000], rel=0.03)
+    results = laconic.spawn(run, 2)
+    for i, (rate, steps) in enumerate(planned.items()):
+        due = [sum(due_exchanges(rate, rank, step + 1) for step in range(steps)) for rank in range(2)]
+        # Two workers make their exchanges together, so that both make as many as the one with more of them due.
+        for made in results:
+            assert max(due) - rate * 8 <= made[i] <= max(due) + 8
+
+
+def test_every_edge_is_used_on_a_slow_link() -> None:
+    """Both ends of a long exchange become free at the same moment, and must not take each other again."""
+
+    def run() -> dict[str, float]:
+        model = nn.Linear(200_000, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with laconic.Worker(model, optimizer, laconic.A2CiD2("ring"), timeout=60) as worker:
+            for _ in range(150):
+                time.sleep(0.008)
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+            return worker.method.metrics()
+
+    try:
+        with hosts_behind("100mbit", 4) as hosts:
+            results = laconic.spawn(run, 4, hosts=hosts)
+    except EmulationError as error:
+        pytest.skip(str(error))
+    for result in results:
+        assert result["exchanges"] >= 8
+        assert result["smallest_edge_share"] >= 0.5
+
+
+def test_gossip_and_meetings_leave_no_keys_in_the_store() -> None:
+    def run() -> list[int]:
+        model = nn.Linear(D, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        keys = []
+        with laconic.Worker(model, optimizer, laconic.A2CiD2("ring", rate=2.0)) as worker:
+            for _ in range(4):
+                for step in range(20):
+                    local_step(model, optimizer, worker.rank, step)
+                    with worker.consensus():
+                        pass
+                worker.comm.meet("all are here")
+                keys.append(torch.distributed.distributed_c10d._get_default_store().num_keys())
+                worker.comm.meet("all have counted")
+        return keys
+
+    for keys in laconic.spawn(run, 2):
+        # Wake-ups that are on their way, and keys of the last two meetings, may be there or not.
+        assert max(keys) - min(keys) <= 8
 
 
 def test_a_worker_that_is_slower_or_finishes_early_still_answers() -> None:
@@ -143,9 +196,9 @@ def test_a_worker_that_is_slower_or_finishes_early_still_answers() -> None:
 
     results = laconic.spawn(run, 4)
     check_the_mean(results)
-    for result in results[1:]:
-        assert result["partners"].sum() >= 56
-    assert results[0]["partners"].sum() >= 8
+    for rank, result in enumerate(results):
+        due = sum(due_exchanges(1.0, rank, step + 1) for step in range(12 if rank == 0 else 60))
+        assert result["partners"].sum() >= due - 4
 
 
 def test_consensus_distance() -> None:

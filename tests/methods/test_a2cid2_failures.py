@@ -2,57 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import subprocess
 import time
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+import pytest
 import torch
 from torch import Tensor, nn
 
 import laconic
 from laconic import topology
-from laconic.launch import PRELOAD, _environment
+from laconic.emulate import EmulationError, hosts_behind
 
 STEPS = 60
-
-
-def outcomes(run: Callable[[], Any], workers: int) -> list[Any]:
-    """Returns each process's result, or None if it was killed. Unlike `spawn`, this does not end the others then."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    processes, pipes = [], []
-    for rank in range(workers):
-        parent_end, child_end = context.Pipe()
-        job = cloudpickle.dumps((run, _environment(rank, workers, store, None)))
-        process = context.Process(target=report, args=(child_end, job))
-        process.start()
-        child_end.close()
-        processes.append(process)
-        pipes.append(parent_end)
-    results = []
-    for pipe, process in zip(pipes, processes, strict=True):
-        try:
-            results.append(cloudpickle.loads(pipe.recv_bytes()))
-        except (EOFError, ConnectionResetError):
-            results.append(None)
-        process.join()
-    return results
-
-
-def report(pipe: Connection, job: bytes) -> None:
-    run, environment = cloudpickle.loads(job)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    pipe.send_bytes(cloudpickle.dumps(run()))
 
 
 def run_worker(
@@ -108,8 +75,8 @@ def test_one_of_four_is_killed() -> None:
         if worker.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    results = outcomes(lambda: run_worker(accident, topology.ring(4), timeout=5), 4)
-    assert results[2] is None
+    results = laconic.spawn(run_worker, 4, accident, topology.ring(4), 5.0, spare_survivors=True)
+    assert str(results[2]) == "worker 2 of 4 failed: killed by SIGKILL"
     check_survivors(results, [0, 1, 3], lost=2)
 
 
@@ -119,7 +86,7 @@ def test_one_of_three_is_stopped_for_longer_than_the_timeout() -> None:
             subprocess.Popen(["sh", "-c", f"sleep 11; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    results = outcomes(lambda: run_worker(accident, topology.ring(3), timeout=3), 3)
+    results = laconic.spawn(run_worker, 3, accident, topology.ring(3), 3.0, spare_survivors=True)
     check_survivors(results, [1, 2], lost=0)
     assert results[0]["error"].startswith("rank 0 was dropped, the others go on without it: no ")
 
@@ -137,12 +104,49 @@ def test_an_exception_on_one_of_three_and_a_checkpoint_of_the_others(tmp_path: P
             assert worker.step == STEPS
             return worker.x.clone()
 
-    results = outcomes(lambda: run_worker(accident, "ring", timeout=30, directory=tmp_path), 3)
+    results = laconic.spawn(run_worker, 3, accident, "ring", 30.0, tmp_path, spare_survivors=True)
     check_survivors(results, [0, 2], lost=1)
     for x, survivor in zip(laconic.spawn(resume, 2), (0, 2), strict=True):
         assert torch.equal(x, results[survivor]["x_saved"])
     assert results[1]["error"] == "no such image"
     assert any("no such image" in text for text in results[0]["warnings"])
+
+
+@pytest.mark.parametrize("where", ["consensus()", "the end"])
+def test_the_first_of_four_hosts_is_killed_while_models_are_averaged(where: str) -> None:
+    """Rank 0 dies after the others have started to average with it. They repeat that without it."""
+
+    def run() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(20_000, 2), nn.BatchNorm1d(2))  # the mean of this goes over gloo
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        result: dict[str, Any] = {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="rank 0 was dropped")
+            with laconic.Worker(model, optimizer, laconic.A2CiD2("ring", rate=0.5), timeout=30) as worker:
+                for _ in range(8):
+                    model(torch.randn(8, 20_000)).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if worker.rank == 0:
+                    worker._control.mean = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+                if where == "consensus()":
+                    with worker.consensus():
+                        result |= {"averaged": worker.x.clone(), "members": worker.comm.members}
+        return result | {"x": worker.x.clone(), "finally": worker.comm.members}
+
+    try:
+        with hosts_behind("1gbit", 4) as hosts:
+            killed, *survivors = laconic.spawn(run, 4, hosts=hosts, spare_survivors=True)
+    except EmulationError as error:
+        pytest.skip(str(error))
+    assert str(killed) == "worker 0 of 4 failed: killed by SIGKILL"
+    for result in survivors:
+        assert isinstance(result, dict), result
+        assert result["finally"] == [1, 2, 3]
+        assert torch.equal(result["x"], survivors[0]["x"])
+        if where == "consensus()":
+            assert result["members"] == [1, 2, 3]
+            assert torch.equal(result["averaged"], survivors[0]["averaged"])
 
 
 def test_a_disconnected_graph_raises_on_the_smaller_side() -> None:
@@ -151,7 +155,7 @@ def test_a_disconnected_graph_raises_on_the_smaller_side() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     path = topology.from_edges([(0, 1), (1, 2), (2, 3)])
-    results = outcomes(lambda: run_worker(accident, path, timeout=5), 4)
+    results = laconic.spawn(run_worker, 4, accident, path, 5.0, spare_survivors=True)
     check_survivors(results, [2, 3], lost=1)
     assert "without rank 1" in results[0]["error"]
     assert "the graph is disconnected, and the workers [0] have no path to [2, 3], which go on" in results[0]["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from laconic import topology
 from laconic.comm import Dialogue, Gossip
 from laconic.methods import a2cid2 as a2cid2_module
 from laconic.methods.a2cid2 import mixing
+from laconic.methods.gossip_rate import RateWatch, due_exchanges
 
 D = 40
 
@@ -27,7 +29,7 @@ class ManualGossip(Gossip):
     """Has no thread: the test runs the dialogues."""
 
     def __init__(self, graph: topology.Topology) -> None:
-        self.topology, self.exchanges, self.partners = graph, 0, Counter()
+        self.topology, self.exchanges, self.partners = graph, 10**9, Counter()  # training never waits
 
     def __enter__(self) -> ManualGossip:
         return self
@@ -59,6 +61,7 @@ class Cluster:
             size=self.graph.size,
             gossip=lambda graph, talk: ManualGossip(graph),
             meet=lambda *_: [self.last_clock],
+            now=lambda: float(self.workers[rank].step),
         )
         x = torch.randn(D, dtype=torch.float64)
         return SimpleNamespace(x=x, comm=comm, step=0)
@@ -108,7 +111,7 @@ class ReleasedOrder(laconic.A2CiD2):
     """Mixes between sending and averaging, as the authors' released code does."""
 
     def exchange(self, peer: int) -> Dialogue:
-        yield torch.zeros(4)
+        yield torch.zeros(5)
         everything = slice(None)
         received = yield self._current_x(everything).clone()
         self._mix(self.clock)
@@ -220,12 +223,12 @@ def test_the_averaged_model_of_consensus_is_not_sent() -> None:
     cluster.methods[0].pause(cluster.workers[0])
     cluster.workers[0].x.zero_()  # consensus() puts the averaged model there
     talk = cluster.methods[0].exchange(1)
-    assert torch.equal(talk.send(next(talk)), local_x)
+    assert torch.equal(talk.send(next(talk))[:-1], local_x)
     talk.close()
     cluster.workers[0].x.copy_(local_x)
     cluster.step(0)
     talk = cluster.methods[0].exchange(1)
-    assert torch.equal(talk.send(next(talk)), cluster.workers[0].x)
+    assert torch.equal(talk.send(next(talk))[:-1], cluster.workers[0].x)
     talk.close()
 
 
@@ -246,6 +249,66 @@ def test_an_exchange_is_cut_into_as_many_pieces_as_it_takes_steps(monkeypatch: p
     # One message to agree, then pieces: first 16 are guessed, but they must have 4 entries; then as many as the last
     # exchange took steps: 0 (at least 1 piece), 6 and 7.
     assert messages == [1 + 10, 1 + 1, 1 + 6, 1 + 7]
+
+
+@pytest.mark.filterwarnings("ignore:rank ., step 100. gossip reaches")
+def test_on_a_slow_link_each_exchange_is_of_a_part_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(a2cid2_module, "MIN_PIECE_NUMEL", 1)
+    graph = topology.ring(2)
+    cluster = Cluster(laconic.A2CiD2(graph, rate="auto"), graph)
+
+    def slow_link() -> None:
+        for _ in range(6):  # steps per message
+            cluster.step(0)
+            cluster.step(1)
+
+    position, total = 0, 0
+    while total < 3 * D:
+        steps = cluster.workers[0].step
+        cluster.exchange(0, 1, slow_link)
+        positions = [cluster.methods[0]._positions[1], cluster.methods[1]._positions[0]]
+        assert positions[0] == positions[1] != position
+        exchanged = (positions[0] - position) % D
+        steps = cluster.workers[0].step - steps
+        assert exchanged <= D / 4
+        assert steps <= 24, "an exchange ends with the first piece after 16 steps"
+        total += exchanged
+        position = positions[0]
+    assert cluster.methods[0].metrics()["exchanges_per_step"] == pytest.approx(exchanged / D / steps, rel=0.3)
+    cluster.drain()
+    assert cluster.error_of_mean() < 1e-11
+
+
+def test_a_worker_whose_gossip_does_not_keep_up_warns_once() -> None:
+    def run(rate: float | None, exchanges_per_step: float, wait: float) -> list[str]:
+        watch = RateWatch(rank=3, nbytes=8_000_000)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(300):
+                watch.add_step(now=step)
+                if wait:
+                    watch.add_wait(wait)
+                watch.check(rate, exchanges_per_step, now=step)
+        return [str(warning.message) for warning in caught]
+
+    assert run(None, 0.05, 0.0) == run(2.0, 2.0, 0.0) == []
+    (slow,) = run(None, 0.008, 0.0)
+    assert slow.startswith(
+        'rank 3, step 100: gossip reaches 0.008 exchanges per step, and rate="auto" asks for up to 1'
+    )
+    (waiting,) = run(2.0, 2.0, 0.5)
+    assert "training waited for gossip in 100 of 100 steps: rate=2 asks for 2 exchanges of 8 MB per step" in waiting
+    assert "without waiting about 0.99 would be reached" in waiting
+
+
+@pytest.mark.parametrize("rate", [0.25, 1.0, 3.0])
+def test_exchanges_are_due_at_random(rate: float) -> None:
+    """As a Poisson process: mean and variance are the rate, and ranks differ."""
+    due = torch.tensor([[due_exchanges(rate, rank, step) for step in range(4000)] for rank in range(2)]).double()
+    for mean, variance in zip(due.mean(dim=1), due.var(dim=1), strict=True):
+        assert mean.item() == pytest.approx(rate, rel=0.1)
+        assert variance.item() == pytest.approx(rate, rel=0.15)
+    assert abs(torch.corrcoef(due)[0, 1]) < 0.06
 
 
 def test_auto_measures_its_rate_from_the_start() -> None:
