@@ -8,7 +8,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from laconic.comm.attempt import own_store
 from laconic.comm.comm import Comm, PeerError
 from laconic.comm.distributed import DistributedComm
 from laconic.comm.meter import Meter
@@ -48,7 +50,9 @@ def connect(device: torch.device, timeout: float) -> Comm:
             _warn_if_launched()
             return Solo()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+        store = own_store(store, rank, size, patience)
+        dist.init_process_group(backend, timeout=timedelta(seconds=patience), store=store, rank=rank, world_size=size)
     if dist.get_world_size() == 1:
         return Solo()
     store = dist.distributed_c10d._get_default_store()
