@@ -8,7 +8,7 @@ PYTHON ?= python3
 # Compiles kernels while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: demo test test-lowest lint kernels format clean
+.PHONY: demo test test-lowest fuzz lint kernels format clean
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,11 @@ test-lowest:
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[bench]' \
 		pytest pytest-timeout pytest-xdist hypothesis
 	$(LOWEST)/bin/python -m pytest -n 3 --dist worksteal
+
+# Edits checkpoints at random for a stated time: make fuzz SECONDS=600
+SECONDS ?= 120
+fuzz: $(STAMP) kernels
+	$(BIN)/python -m tests.fuzz.checkpoint $(SECONDS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from laconic.comm import Comm
+from laconic.forms import Fields, Form, Plain, form_of
+
+Merge = Literal["same", "mean", "method"]
 
 
 class Replica(Protocol):
@@ -74,24 +77,31 @@ class Replica(Protocol):
         """
 
 
-def state(default: Any = None) -> Any:
+def state(default: Any = None, *, form: Form | None = None, merge: Merge | None = None) -> Any:
     """Declares a field of a method as state: it is no setting, and is saved and loaded with the worker.
 
     Args:
         default: the value before `setup`.
+        form: what a saved value must look like (`laconic.forms`); by default of the same kind as the present value.
+            Nothing is loaded unless everything has its form.
+        merge: how the values of all ranks become one, for a checkpoint of another number of workers. "same": all ranks
+            have the same value, which loading verifies. "mean": the mean over the ranks that train. "method": the
+            method's own `merge` does it. None: the values must happen to be equal.
 
     >>> import laconic
     >>> from dataclasses import dataclass
     >>> @dataclass
     ... class Counting(laconic.Method):
     ...     every: int = 10
-    ...     steps: int = laconic.state(0)
+    ...     steps: int = laconic.state(0, merge="same")
     >>> Counting(every=5)
     Counting(every=5)
     >>> Counting(every=5).state_dict()
     {'steps': 0}
     """
-    return field(default=default, init=False, repr=False, compare=False, metadata={"state": True})
+    return field(
+        default=default, init=False, repr=False, compare=False, metadata={"state": True, "form": form, "merge": merge}
+    )
 
 
 @dataclass
@@ -144,7 +154,7 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fields declared with `state()` by name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("state")}
+        return {f.name: getattr(self, f.name) for f in _state_fields(self)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Tensors are copied into those that `setup` allocated."""
@@ -154,6 +164,81 @@ class Method:
                 mine.copy_(value)
             else:
                 setattr(self, name, value)
+
+    def state_forms(self, step: int) -> dict[str, Form]:
+        """Returns what each entry of a saved state must look like, by name; the state is of after step `step`."""
+        return {f.name: f.metadata["form"] or form_of(getattr(self, f.name)) for f in _state_fields(self)}
+
+    def check_state(self, saved: Any, step: int) -> None:
+        """Raises a ValueError if `load_state_dict` must not load this. Changes nothing."""
+        forms = dict.fromkeys(self.state_dict(), Plain()) | self.state_forms(step)
+        Fields(forms).check("method", saved)
+
+    def agreed_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Returns the part of a saved state that must be the same on all ranks."""
+        return {f.name: saved[f.name] for f in _state_fields(self) if f.metadata["merge"] == "same"}
+
+    def merge(self, saved: list[dict[str, Any]], worker: Replica) -> tuple[Tensor, dict[str, Any]]:
+        """Makes the state of this rank from a checkpoint of another number of workers.
+
+        All new workers start from the mean of the saved x. Methods extend this with their own rules, which keep what
+        training conserves. Messages in flight are applied or dropped.
+
+        Args:
+            saved: what `Worker.state_dict` returned on each rank of the checkpoint.
+            worker: this worker, whose `comm` has the new rank and size.
+
+        Returns:
+            x, and the state that `load_state_dict` takes.
+
+        Raises:
+            ValueError: a field does not say how it is merged, and its values differ.
+        """
+        trained = [one for rank, one in enumerate(saved) if self.trains(rank)]
+        state = {}
+        for f in _state_fields(self):
+            values = [one["method"][f.name] for one in trained]
+            state[f.name] = merged(f"{type(self).__name__}.{f.name}", values, f.metadata["merge"])
+        return mean_of([one["x"] for one in trained]), state
+
+
+def merged(what: str, values: list[Any], merge: Merge | None) -> Any:
+    """Returns the value that the values of all ranks become, by the rule declared with `state(merge=…)`."""
+    if merge is None and not all(_equal(values[0], value) for value in values):
+        raise ValueError(
+            f"{what} differs between the ranks of the checkpoint and does not say how to merge it: declare it with "
+            f"laconic.state(merge='same' or 'mean'), extend the method's merge(), or use as many workers as saved it"
+        )
+    if merge == "mean" and isinstance(values[0], Tensor):
+        return mean_of(values)
+    if merge == "mean" and values[0] is not None:
+        mean = sum(values) / len(values)
+        return round(mean) if isinstance(values[0], int) else mean
+    return values[0]
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the mean, computed in fp64; entries that are the same in all tensors keep their bits.
+
+    >>> mean_of([torch.tensor([0.1, 1.0]), torch.tensor([0.1, 2.0])])
+    tensor([0.1000, 1.5000])
+    """
+    total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    same = torch.ones(tensors[0].shape, dtype=torch.bool)
+    for tensor in tensors:
+        total += tensor
+        same &= tensor == tensors[0]
+    return torch.where(same, tensors[0], total.div_(len(tensors)).to(tensors[0].dtype))
+
+
+def _state_fields(method: Method) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(method) if f.metadata.get("state")]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def fresh(method: Method) -> Method:

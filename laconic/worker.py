@@ -78,6 +78,7 @@ class Worker:
         self.consensus_distance: float | None = None
         self._moment_names: list[str] | None = None
         self._in_consensus = False
+        self._known_checkpoints: dict[Path, int] = {}  # by directory, the newest number written or seen while loading
         self._step_call: FrameType | None = None  # the frame of the call of optimizer.step() that is running
         try:
             self.method, self._flat, self.fingerprint = self._join(method)
@@ -218,32 +219,60 @@ class Worker:
             self._begin_step()
             self.method.after_step(self)
 
-    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+    def save(self, directory: str | Path, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
         """Writes a checkpoint of model, optimizer, worker and random numbers of all ranks. All ranks call it.
 
         A crash at any moment leaves the previous checkpoint or this one complete. Another version of laconic reads it
         if its checkpoint format is the same.
 
         Args:
-            directory: where to write; shared by all machines or local to each.
+            directory: where to write; shared by all machines or local to each. Of one job: a worker refuses to save
+                where it finds a checkpoint that it has neither written nor seen while loading.
             extra: the user's own state (schedulers, epoch, …): tensors and plain data.
+            keep: how many checkpoints to keep. With 2, a damaged file costs the steps since the one before it.
+
+        Raises:
+            ValueError: `extra` cannot be loaded again, or another job saves to `directory`.
+            OSError: a rank could not write. Nothing of this save is left, and earlier checkpoints stay.
         """
         self._pause()
-        checkpoint.save(self, Path(directory), extra or {})
+        checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Continues from the newest complete checkpoint in `directory`. All ranks call it.
+
+        With as many workers as saved it, training continues bit for bit. With another number, parameters, optimizer
+        state and method state are merged (docs/restarts.md); all ranks must then see the files of all.
 
         Returns:
             The `extra` given to `save`.
 
         Raises:
             FileNotFoundError: there is no complete checkpoint.
-            ValueError: the checkpoint is damaged, or of another model, method, setting, number of workers or format.
+            ValueError: the checkpoints are damaged, or the newest is of another model, method, setting or format.
                 Raised on every rank with the reason, and nothing is changed.
+
+        Warns:
+            UserWarning: the newest checkpoint is damaged, and the one before it was loaded.
         """
         self._pause()
-        return checkpoint.load(self, Path(directory))
+        return checkpoint.load(self, Path(directory), self._known_checkpoints)
+
+    def export(self, path: str | Path) -> None:
+        """Writes the averaged model to one file, a `state_dict` that `torch.load` reads anywhere. All ranks call it.
+
+        Raises:
+            OSError: the first rank could not write the file; on every rank.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
+        ...     worker.export("/tmp/laconic-export-example.pt")
+        >>> sorted(torch.load("/tmp/laconic-export-example.pt", weights_only=True))
+        ['bias', 'weight']
+        """
+        with self.consensus():
+            checkpoint.export(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns parameters, step, the method's state and the generator's state; not the optimizer's state."""
@@ -256,7 +285,7 @@ class Worker:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned on this rank. If it does not fit, raises and changes nothing."""
-        checkpoint.require_same_form("worker", saved, self.state_dict())
+        checkpoint.check_worker(self, saved)
         with torch.no_grad():
             self.x.copy_(saved["x"])
         self.step, self._step_call = saved["step"], None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import laconic
+from laconic.checkpoint import files
 from tests.helpers import build_model, rank, train_step
 
 
@@ -36,8 +38,8 @@ def folders(directory: Path) -> list[str]:
 def test_one_folder_with_a_file_a_rank_and_a_manifest(tmp_path: Path) -> None:
     def run() -> None:
         worker = trained(3)
-        worker.save(tmp_path)
-        worker.save(tmp_path)
+        worker.save(tmp_path, keep=1)
+        worker.save(tmp_path, keep=1)
 
     laconic.spawn(run, 3)
     assert folders(tmp_path) == ["000002-step3"]
@@ -82,34 +84,128 @@ def test_a_crash_at_any_moment_leaves_a_readable_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(target, die)
         with pytest.raises(Crash):
-            worker.save(tmp_path)
+            worker.save(tmp_path, keep=1)
     again = make()
     again.load(tmp_path)
     assert again.step == (3 if crash == "rmtree" else 2)
     assert torch.equal(again.x, worker.x if crash == "rmtree" else first)
-    again.save(tmp_path)  # and the next save cleans up
+    again.save(tmp_path, keep=1)  # and the next save cleans up
     assert len(folders(tmp_path)) == 1
 
 
-def test_a_full_disk_on_one_rank_raises_on_all_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
-    def run() -> str:
+@pytest.mark.parametrize("where", ["claim", "write_rank", "write_manifest"])
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_nothing(tmp_path: Path, where: str) -> None:
+    """Before the files, while they are written, and between the files and the manifest. The next save works."""
+
+    def run() -> tuple[str, list[str], int]:
         worker = trained(2)
         worker.save(tmp_path)
+        write = getattr(files, where)
+
+        def full(*arguments: object) -> None:
+            raise OSError(28, "No space left on device")
+
         if worker.rank == 1:
-
-            def full(file: int) -> None:
-                raise OSError(28, "No space left on device")
-
-            os.fsync = full  # type: ignore[assignment]
+            setattr(files, where, full)
         try:
             worker.save(tmp_path)
         except OSError as error:
-            return str(error)
-        return ""
+            text = str(error)
+        else:
+            return "", [], 0
+        worker.comm.meet("looking")
+        left = folders(tmp_path)
+        worker.comm.meet("looked")
+        setattr(files, where, write)
+        train_step(worker.model, worker.optimizer, worker.rank, 5)
+        worker.save(tmp_path)
+        worker.load(tmp_path)
+        return text, left, worker.step
 
-    for text in laconic.spawn(run, 2):
+    for text, left, step in laconic.spawn(run, 2):
         assert text.endswith("rank 1: OSError: [Errno 28] No space left on device")
+        assert left == ["000001-step2"]
+        assert step == 3
+    assert folders(tmp_path) == ["000001-step2", "000002-step3"]
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """/dev/full takes no bytes: torch and the file system report it in their own ways."""
+    worker = trained(2)
+    worker.save(tmp_path)
+    write = files.write_rank
+
+    def to_full_disk(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        path.symlink_to("/dev/full")
+        return write(path, content)
+
+    files.write_rank = to_full_disk
+    try:
+        with pytest.raises(OSError, match=r"cannot save to .* rank 0: "):
+            worker.save(tmp_path)
+    finally:
+        files.write_rank = write
     assert folders(tmp_path) == ["000001-step2"]
+    worker.save(tmp_path)
+
+
+def test_keep_is_how_many_are_kept(tmp_path: Path) -> None:
+    worker = trained(1)
+    for _ in range(4):
+        worker.save(tmp_path, keep=3)
+    assert folders(tmp_path) == [f"00000{i}-step1" for i in (2, 3, 4)]
+    worker.save(tmp_path)
+    assert folders(tmp_path) == [f"00000{i}-step1" for i in (4, 5)]
+    with pytest.raises(ValueError, match="keep must be a whole number, at least 1, not 0"):
+        worker.save(tmp_path, keep=0)
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_a_warning(tmp_path: Path) -> None:
+    worker = trained(2)
+    worker.save(tmp_path)
+    first = worker.x.clone()
+    train_step(worker.model, worker.optimizer, 0, 7)
+    worker.save(tmp_path)
+    cut_file(tmp_path / "000002-step3")
+    again = make()
+    with pytest.warns(UserWarning, match=r"continuing from 000001-step2, since rank 0: .*rank-00000.pt is damaged"):
+        again.load(tmp_path)
+    assert torch.equal(again.x, first)
+    again.save(tmp_path)  # the damaged one has been seen, and is no other job's
+    assert folders(tmp_path) == ["000002-step3", "000003-step2"]
+
+
+def test_another_job_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    one, other = trained(2), trained(2)
+    one.save(tmp_path)
+    with pytest.raises(ValueError, match="has checkpoint number 1 of another job, that this one has not loaded"):
+        other.save(tmp_path)
+    other.load(tmp_path)  # a successor
+    other.save(tmp_path)
+    with pytest.raises(ValueError, match="has checkpoint number 2 of another job, since this one loaded or saved numb"):
+        one.save(tmp_path)
+    assert folders(tmp_path) == ["000001-step2", "000002-step2"]
+    other.save(tmp_path)
+
+
+def test_two_jobs_that_save_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes to a folder that the first has claimed: it is refused, and the first is whole."""
+    one, other = trained(2), trained(2)
+    require = files.require_unclaimed
+
+    def and_the_other(folder: Path, token: str) -> None:
+        require(folder, token)
+        monkeypatch.setattr(files, "require_unclaimed", require)
+        with pytest.raises(ValueError, match=r"another job saves to .*000001-step2 at this moment"):
+            other.save(tmp_path)
+
+    number_of = files.number_of
+    monkeypatch.setattr(files, "require_unclaimed", and_the_other)
+    monkeypatch.setattr(files, "number_of", lambda path: 0)  # as if the folder were not there yet when it looked
+    one.save(tmp_path)
+    monkeypatch.setattr(files, "number_of", number_of)
+    assert folders(tmp_path / "000001-step2") == ["manifest.json", "rank-00000.pt"]
+    make().load(tmp_path)
 
 
 def check_refused(directory: Path, match: str, worker: laconic.Worker | None = None) -> None:
@@ -212,9 +308,14 @@ def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
     check_refused(tmp_path, "differ in optimizer: SGD in the checkpoint; Adam in this run")
 
 
-def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+def test_another_number_of_workers_needs_the_files_of_all(tmp_path: Path) -> None:
     laconic.spawn(lambda: trained(1).save(tmp_path), 2)
-    check_refused(tmp_path, "was saved by 2 workers, and this run has 1")
+    (tmp_path / "000001-step1" / "rank-00001.pt").unlink()
+    check_refused(
+        tmp_path,
+        "was saved by 2 workers, and this run has 1. Then every rank needs the files of all, and rank-00001.pt is not "
+        "here: use a directory that all machines share",
+    )
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
@@ -249,12 +350,15 @@ def test_machines_with_directories_of_their_own(tmp_path: Path) -> None:
         own = tmp_path / f"machine-{rank()}"
         worker = trained(2)
         worker.save(own)
-        shutil.rmtree = lambda *arguments, **settings: None  # type: ignore[assignment]  # a crash before it cleans up
         train_step(worker.model, worker.optimizer, worker.rank, 5)
         worker.save(own)
         if worker.rank == 0:
             (own / "000002-step3" / "manifest.json").unlink()
-        worker.load(own)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            worker.load(own)
+        texts = [str(warning.message) for warning in seen]
+        assert texts == ["continuing from 000001-step2, since 000002-step3 is not complete on rank 0"] * (rank() == 0)
         return worker.step
 
     assert laconic.spawn(run, 2) == [2, 2]
@@ -287,7 +391,7 @@ def test_loading_unpickles_no_objects(tmp_path: Path) -> None:
 def test_state_of_another_form_changes_nothing() -> None:
     worker = trained(2)
     x = worker.x.clone()
-    with pytest.raises(ValueError, match=r"worker.x: must be \(\(83,\), torch.float32\), and the saved one is \(\(5"):
+    with pytest.raises(ValueError, match=r"worker.x must be \(\(83,\), torch.float32\), and the saved one is \(\(5"):
         worker.load_state_dict(worker.state_dict() | {"x": torch.zeros(5), "step": 9})
     with pytest.raises(ValueError, match="must have the keys"):
         worker.load_state_dict({"x": x})
@@ -314,3 +418,37 @@ def test_dropout_continues_as_without_the_interruption(tmp_path: Path) -> None:
     torch.manual_seed(6)
     make().load(tmp_path)
     assert torch.equal(nn.functional.dropout(torch.ones(50)), expected)
+
+
+def test_export_is_one_file_of_the_averaged_model(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "model.pt"
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        worker = trained(3)  # LocalSGD(4): the ranks' models differ
+        own = worker.x.clone()
+        worker.export(path)
+        assert torch.equal(worker.x, own)
+        with worker.consensus():
+            return own, worker.x.clone()
+
+    (first, averaged), (second, _) = laconic.spawn(run, 2)
+    assert not torch.equal(first, second)
+    model = build_model()
+    model.load_state_dict(torch.load(path, weights_only=True))
+    assert torch.equal(torch.cat([p.detach().reshape(-1) for p in model.parameters()]), averaged)
+    assert folders(path.parent) == ["model.pt"]
+
+
+def test_export_to_a_place_that_cannot_be_written_raises_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def run() -> str:
+        try:
+            trained(1).export(tmp_path / "file" / "model.pt")
+        except OSError as error:
+            return str(error)
+        return ""
+
+    for text in laconic.spawn(run, 2):
+        assert text.startswith("cannot export to ")
+        assert "rank 0: " in text

@@ -31,6 +31,7 @@ from laconic.comm.comm import Comm, Pending
 from laconic.comm.solo import Arrived
 from laconic.compress import Compressor, encode_with_feedback
 from laconic.compress.blockwise import Blockwise
+from laconic.forms import Fields, Form, Row, Vector, Whole
 
 # A message that is full of this byte stands for a vector with a NaN or an infinity. No compressor writes such a
 # message: each begins with a float, and these bytes are a NaN in fp32, fp16 and bf16.
@@ -205,6 +206,25 @@ class CodedMean:
         """Returns the transfer that `Transfer.state_dict` has saved; it continues with the verb that came next."""
         return _restore(saved, device)
 
+    def check_saved(self, what: str, saved: Any, step: int, answered: bool) -> None:
+        """Raises a ValueError if `restore` must not take this: its messages are not valid codes of these parts."""
+        lengths = self._answer_nbytes if answered else self._received_nbytes
+        messages = Row(tuple(Vector((length,), torch.uint8) for length in lengths))
+        _transfer_form(step, Vector((sum(self._sent_nbytes),), torch.uint8), messages).check(what, saved)
+        sent, arrived, key = saved["sent"], saved["arrived"], saved["step"]
+        if not all(map(_is_finite, [sent, *arrived])):
+            raise ValueError(f"{what} must be finite, and has messages that stand for NaN or infinity")
+        rank = self._comm.rank
+        if self._trains:
+            self._up.decode(sent, None, key)  # raises if it is no code
+            if not answered and not torch.equal(torch.split(sent, self._sent_nbytes)[rank], arrived[rank]):
+                raise ValueError(f"{what}: what rank {rank} has sent to itself must be what it has received")
+        if answered:
+            self._down.decode(torch.cat(arrived), None, key)
+        else:
+            for worker in self.workers:
+                self._up_owned.decode(arrived[worker], None, key)
+
     def _raise_not_finite(self, transfer: Transfer) -> NoReturn:
         """Raises on all ranks: owners mark their answer too, so every rank notices and comes here."""
         finite = self._comm.meet(f"a {self._name} that is not finite", _is_finite(transfer.sent))
@@ -259,8 +279,8 @@ class PlainMean:
     hops = 1
     compressor: Compressor | None = None
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, numel: int) -> None:
+        self._comm, self._numel = comm, numel
 
     def send(self, vector: Tensor, *, step: int) -> Transfer:
         return Transfer(step, vector, self._comm.mean_async(vector), self._comm.meter.step)
@@ -277,6 +297,17 @@ class PlainMean:
 
     def restore(self, saved: dict[str, Any], device: torch.device | None = None) -> Transfer:
         return _restore(saved, device)
+
+    def check_saved(self, what: str, saved: Any, step: int, answered: bool) -> None:
+        sent = saved.get("sent") if isinstance(saved, dict) else None
+        kind = sent.dtype if isinstance(sent, Tensor) and sent.is_floating_point() else torch.float32
+        vector = Vector((self._numel,), kind)
+        _transfer_form(step, vector, vector).check(what, saved)
+
+
+def _transfer_form(step: int, sent: Form, arrived: Form) -> Fields:
+    """Returns the form of a saved transfer of at most step `step`."""
+    return Fields({"step": Whole(0, step), "sent": sent, "arrived": arrived, "sent_at": Whole(0, step)})
 
 
 def _restore(saved: dict[str, Any], device: torch.device | None) -> Transfer:

@@ -9,7 +9,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from laconic.comm.attempt import own_store
 from laconic.comm.comm import Comm, PeerError
 from laconic.comm.distributed import DistributedComm
 from laconic.comm.meter import Meter
@@ -63,12 +65,15 @@ def connect(device: torch.device, timeout: float) -> Comm:
 
 
 def _initialise(backend: str, seconds: float) -> None:
-    """Calls init_process_group on a thread: it has a time-out for ranks that do not come, but none for the store."""
+    """Calls torch on a thread: its functions have a time-out for ranks that do not come, but none for the store."""
     errors: list[Exception] = []
 
     def run() -> None:
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+            limit = timedelta(seconds=seconds)
+            store, rank, size = next(rendezvous("env://", timeout=limit))
+            store = own_store(store, rank, size, seconds)
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         except Exception as error:  # noqa: BLE001  raised again below
             errors.append(error)
 

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from laconic.comm import Dialogue, Gossip
 from laconic.comm.finite import is_finite
-from laconic.method import Method, Replica, check_count, state
+from laconic.forms import Real, Whole
+from laconic.method import Method, Replica, check_count, mean_of, state
 from laconic.methods.gossip_foreground import draw_matchings, run_dialogue
 from laconic.methods.gossip_rate import WINDOW, RateWatch, due_exchanges
 from laconic.topology import TOPOLOGIES, Topology, named
@@ -64,6 +65,9 @@ class A2CiD2(Method):
         slack: with a fixed `rate`, training waits once this many steps' exchanges are due and not made. `"auto"`
             never waits.
 
+    A checkpoint of another number of workers: as at the end of training, x is mixed to the latest clock and averaged;
+    all workers start from that mean, with δ = 0 (mean(δ) is 0) and no exchange owed.
+
     Example:
         >>> import torch, laconic
         >>> model = torch.nn.Linear(2, 1)
@@ -88,18 +92,22 @@ class A2CiD2(Method):
     slack: int = 8
 
     # The current x is `_local_x` + pending + pending_mix · delta, and the current δ is scale · delta.
-    delta: Tensor = state()  # (d)
-    scale: float = state(0.0)
-    pending: Tensor = state()  # (d) changes of x by exchanges that the model does not contain yet
-    pending_mix: float = state(0.0)  # the same for mixing, as a multiple of delta
-    clock: float = state(0.0)  # ∫η dt of this worker; an exchange advances it to the later of both clocks
-    mixed_until: float = state(0.0)  # the clock value up to which x and δ are mixed
-    steps: int = state(0)
-    measured_rate: float = state(0.0)  # exchanges per step, measured here and averaged with the peers'
-    requested: int = state(0)  # exchanges that should have been made by now
-    backlog: float = state(0.0)  # with background=False: exchanges per worker that are still to be made
-    exchanges: int = state(0)
-    exchange_steps: int = state(16)  # local steps made during the last exchange; at first a guess
+    delta: Tensor = state(merge="method")  # (d)
+    scale: float = state(0.0, form=Real(0, 1), merge="method")
+    pending: Tensor = state(merge="method")  # (d) changes of x by exchanges that the model does not contain yet
+    pending_mix: float = state(0.0, merge="method")  # the same for mixing, as a multiple of delta
+    # ∫η dt of this worker; an exchange advances it to the later of both clocks.
+    clock: float = state(0.0, form=Real(0), merge="method")
+    mixed_until: float = state(0.0, form=Real(0), merge="method")  # the clock value up to which x and δ are mixed
+    steps: int = state(0, form=Whole(), merge="method")
+    # Exchanges per step, measured here and averaged with the peers'.
+    measured_rate: float = state(0.0, form=Real(0), merge="mean")
+    requested: int = state(0, form=Whole(), merge="method")  # exchanges that should have been made by now
+    # With background=False: exchanges per worker that are still to be made.
+    backlog: float = state(0.0, form=Real(-1, 0), merge="same")
+    exchanges: int = state(0, form=Whole(), merge="method")
+    # Local steps made during the last exchange; at first a guess.
+    exchange_steps: int = state(16, form=Whole(1), merge="method")
 
     partners: Counter[int] = field(init=False, repr=False, compare=False, default_factory=Counter)  # exchanges by peer
     _x: Tensor = field(init=False, repr=False, compare=False)
@@ -347,6 +355,39 @@ class A2CiD2(Method):
                 gossip.wait(required)
                 self._watch.add_wait(worker.comm.now() - start)
         self._watch.check(None if self.rate == "auto" else self.rate, self.measured_rate, worker.comm.now())
+
+    def check_state(self, saved: Any, step: int) -> None:
+        super().check_state(saved, step)
+        if saved["mixed_until"] > saved["clock"]:
+            raise ValueError(f"method.mixed_until must be at most clock={saved['clock']}, not {saved['mixed_until']}")
+
+    def merge(self, saved: list[dict[str, Any]], worker: Replica) -> tuple[Tensor, dict[str, Any]]:
+        """Every worker starts from mean(x) at the latest clock, with δ = 0 and no exchange owed.
+
+        This is what `drain` and the average at the end do. At a common clock value mean(δ) is 0, so nothing is lost.
+        Exchanges that were under way are dropped by both of their ends, which keeps the mean.
+        """
+        _, merged = super().merge(saved, worker)
+        states = [one["method"] for one in saved]
+        now = max(one["clock"] for one in states)
+        xs = []
+        for whole, one in zip(saved, states, strict=True):
+            mix = one["pending_mix"] + mixing(now - one["mixed_until"])[0] * one["scale"]
+            xs.append(whole["x"].double() + one["pending"].double() + mix * one["delta"].double())
+        x = mean_of(xs).to(saved[0]["x"].dtype)
+        exchanges = max(one["exchanges"] for one in states)
+        return x, merged | {
+            "delta": torch.zeros_like(x),
+            "pending": torch.zeros_like(x),
+            "scale": 0.0,
+            "pending_mix": 0.0,
+            "clock": now,
+            "mixed_until": now,
+            "steps": max(one["steps"] for one in states),
+            "exchanges": exchanges,
+            "requested": exchanges,
+            "exchange_steps": max(one["exchange_steps"] for one in states),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         if self._gossip is not None:

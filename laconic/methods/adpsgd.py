@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from laconic.compress import Compressor
+from laconic.forms import Form, Real, Whole
 from laconic.method import Replica, check_choice, check_count, state
 from laconic.methods.averaging import Averaging, Moments, check_compressor
 
@@ -42,6 +43,10 @@ class ADPSGD(Averaging):
     Bytes per round and worker: 2(n−1)/n · (4d + 4), and 2(n−1)/n · 4d for each averaged state vector. With a
     compressor, 2(n−1)/n quantized vectors (as n separate parts) and 8(n−1) bytes instead of the first term.
 
+    A checkpoint of another number of workers: all start from mean(x) with the same period, C and anchor. With a
+    compressor, every worker gets the mean of the residuals, and the owners' residuals are cut anew, so that what is
+    still to be sent is kept. No messages are in flight between steps.
+
     >>> import torch, laconic
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,9 +70,9 @@ class ADPSGD(Averaging):
     moments: Moments = "local"
     compressor: Compressor | None = None
 
-    period: int = state(0)
-    C: float = state(0.0)  # the mean of S / γ over the rounds of calibration
-    samples: int = state(0)  # the number of these rounds
+    period: int = state(0, merge="same")
+    C: float = state(0.0, form=Real(0), merge="same")  # the mean of S / γ over the rounds of calibration
+    samples: int = state(0, form=Whole(), merge="same")  # the number of these rounds
 
     def __post_init__(self) -> None:
         check_count("initial_period", self.initial_period)
@@ -86,6 +91,10 @@ class ADPSGD(Averaging):
 
     def setup(self, worker: Replica) -> None:
         self.prepare(worker, self.compressor)
+
+    def state_forms(self, step: int) -> dict[str, Form]:
+        bounds = {"period": Whole(1, self.max_period), "steps_since_round": Whole(0, self.max_period - 1)}
+        return super().state_forms(step) | bounds
 
     def after_step(self, worker: Replica) -> None:
         self.steps_since_round += 1

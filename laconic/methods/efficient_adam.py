@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class EfficientAdam(Method):
     Bytes per step in each direction, all n workers together: (n − 1)·(⌈d·bits/8⌉ + 4·blocks). Sharded, each rank sends
     an n-th of that each way. A single worker sends nothing and is the plain optimizer.
 
+    A checkpoint of another number of workers: x and the sum of all errors that are still to be sent are kept; every
+    worker gets the mean of the workers' errors, and the servers' errors are cut anew. No messages are in flight between
+    steps.
+
     >>> import laconic
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -66,8 +70,9 @@ class EfficientAdam(Method):
     moments_every: int = 200
     chunk: int = 2**18
 
-    e: Tensor = state()  # this worker's quantization error, in the packed order of `_segments`
-    e_server: Tensor = state()  # the quantization error of the entries that this rank serves, chunk by chunk
+    e: Tensor = state(merge="mean")  # this worker's quantization error, in the packed order of `_segments`
+    # The quantization error of the entries that this rank serves, chunk by chunk.
+    e_server: Tensor = state(merge="method")
 
     def __post_init__(self) -> None:
         for name in ("up", "down"):
@@ -95,20 +100,24 @@ class EfficientAdam(Method):
         if not self._workers:
             raise ValueError("dedicated=True needs a rank that trains besides the server, and there is only one rank")
         large, small = segments([p.numel() for p in worker.parameters], self.exact_below)
+        self._exact_from = sum(s.stop - s.start for s in large)
         self._segments = large + small  # of x, in the packed order: large parameters first, then small ones
         self._x_start = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))  # in the packed order
-        self._chunks = list(self._make_chunks(worker, sum(s.stop - s.start for s in large)))
+        self._chunks = list(self._make_chunks(worker))
         self._announced: Pending[list[Tensor]] | None = None
         self._pause_announced = False
 
-    def _make_chunks(self, worker: Replica, exact_from: int) -> Iterator[Chunk]:
-        comm, d = worker.comm, worker.x.numel()
+    def _cut(self, d: int, workers: list[int]) -> tuple[list[list[Part]], list[list[Part]]]:
+        """Returns the parts of each chunk, in the packed order: of quantized chunks and of exact ones."""
         # Where the vector is cut does not depend on who serves the parts, so neither does the result. Parts are whole
         # blocks, so that with most compressors the chunk's length does not change the result either.
-        owners = self._workers if self.server == "sharded" else [self.server] * len(self._workers)
+        owners = workers if self.server == "sharded" else [self.server] * len(workers)
         unit = math.lcm(block_of(self.up), block_of(self.down))
-        quantized = cut(0, exact_from, owners, self.chunk, unit)
-        exact = cut(exact_from, d, owners, d, 1)
+        return cut(0, self._exact_from, owners, self.chunk, unit), cut(self._exact_from, d, owners, d, 1)
+
+    def _make_chunks(self, worker: Replica) -> Iterator[Chunk]:
+        comm, d = worker.comm, worker.x.numel()
+        quantized, exact = self._cut(d, self._workers)
         # gloo works on two messages of a channel at a time. Sharded, that keeps the flows between ranks equal, which
         # fills the links. But a parameter server must answer while more is coming in: that takes a second channel.
         answer_comm = None if self.server == "sharded" else comm.channel("foreground")
@@ -174,6 +183,28 @@ class EfficientAdam(Method):
             worker.comm.mean(vector, out=vector)
             if self.dedicated:  # the mean has counted the server's zeros
                 vector *= worker.comm.size / len(self._workers)
+
+    def merge(self, saved: list[dict[str, Any]], worker: Replica) -> tuple[Tensor, dict[str, Any]]:
+        """Keeps x, which is the same on all ranks, and x + mean(e) + e_server.
+
+        Every worker gets the mean of e. The servers' errors, put together, are cut anew.
+        """
+        x, merged = super().merge(saved, worker)
+        d, rank = worker.x.numel(), worker.comm.rank
+        whole = torch.zeros(d, dtype=self.e.dtype)
+        for served, entries in self._served(d, len(saved)):
+            parts = torch.split(saved[served]["method"]["e_server"], [part.numel for part in entries])
+            for part, values in zip(entries, parts, strict=True):
+                whole[part.start : part.stop] = values
+        own = [part for served, entries in self._served(d, worker.comm.size) if served == rank for part in entries]
+        merged["e_server"] = torch.cat([whole[:0], *(whole[part.start : part.stop] for part in own)])
+        return x, merged | ({} if self.trains(rank) else {"e": self.e[:0]})
+
+    def _served(self, d: int, size: int) -> Iterator[tuple[int, list[Part]]]:
+        """Yields each of `size` ranks with the parts that it serves, in the order in which it stores their errors."""
+        quantized, exact = self._cut(d, [rank for rank in range(size) if self.trains(rank)])
+        for rank in range(size):
+            yield rank, [part for parts in quantized + exact for part in parts if part.owner == rank]
 
     def _announce(self, comm: Comm, event: int) -> Pending[list[Tensor]]:
         """Sends one byte from the first worker to the dedicated server: STEP or PAUSE comes next."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from laconic.compress import Compressor
+from laconic.forms import Form, Whole
 from laconic.method import Replica, check_choice, check_count
 from laconic.methods.averaging import Averaging, Moments, check_compressor
 
@@ -22,7 +23,7 @@ class LocalSGD(Averaging):
         moments: `"averaged"` also averages the optimizer's state (momentum, Adam's m and v) in each round.
         compressor: quantizes what is sent, with error feedback; such as `Uniform(4)`.
 
-    Bytes per round and worker are those of ADPSGD.
+    Bytes per round and worker are those of ADPSGD, and so is the rule for another number of workers.
 
     >>> import torch, laconic
     >>> model = torch.nn.Linear(3, 1)
@@ -48,6 +49,9 @@ class LocalSGD(Averaging):
 
     def setup(self, worker: Replica) -> None:
         self.prepare(worker, self.compressor)
+
+    def state_forms(self, step: int) -> dict[str, Form]:
+        return super().state_forms(step) | {"steps_since_round": Whole(0, self.period - 1)}
 
     def after_step(self, worker: Replica) -> None:
         self.steps_since_round += 1

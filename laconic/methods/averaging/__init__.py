@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from laconic.comm.coded_mean import CodedMean, split
 from laconic.compress import Compressor
+from laconic.forms import Choice, Form, Maybe, Real, Whole
 from laconic.method import Method, Replica, state
 from laconic.methods.averaging.anchor import make_anchor, move_anchor, squared_distance
 
@@ -33,14 +34,16 @@ class Averaging(Method):
     feedback.
     """
 
-    rounds: int = state(0)
-    steps_since_round: int = state(0)
-    variance: float | None = state()  # S of the last round; None before the first
-    mean_variance: float = state(0.0)  # over all steps so far, each with the S of the round that ended it
-    anchor: Tensor = state()
-    offset: float = state(0.0)  # ‖x − anchor‖² when the anchor was made or moved
-    residual: Tensor | None = state()  # quantization error of this worker's messages
-    owner_residual: Tensor | None = state()  # quantization error of the averages that this rank sends as an owner
+    rounds: int = state(0, form=Whole(), merge="same")
+    steps_since_round: int = state(0, form=Whole(), merge="same")
+    variance: float | None = state(form=Maybe(Real(0)), merge="same")  # S of the last round; None before the first
+    # Over all steps so far, each with the S of the round that ended it.
+    mean_variance: float = state(0.0, form=Real(0), merge="same")
+    anchor: Tensor = state(merge="same")
+    offset: float = state(0.0, form=Real(0), merge="same")  # ‖x − anchor‖² when the anchor was made or moved
+    residual: Tensor | None = state(merge="mean")  # quantization error of this worker's messages
+    # Quantization error of the averages that this rank sends as an owner.
+    owner_residual: Tensor | None = state(merge="method")
 
     def prepare(self, worker: Replica, compressor: Compressor | None) -> None:
         """Allocates the state; called in `setup`."""
@@ -98,6 +101,23 @@ class Averaging(Method):
         mean = torch.cat(squares.wait()).mean().item()
         of_mean = squared_norm(difference)
         return mean - of_mean, of_mean
+
+    def state_forms(self, step: int) -> dict[str, Form]:
+        without = {name: Choice((None,)) for name in ("residual", "owner_residual") if getattr(self, name) is None}
+        return super().state_forms(step) | without
+
+    def merge(self, saved: list[dict[str, Any]], worker: Replica) -> tuple[Tensor, dict[str, Any]]:
+        """Every worker starts from mean(x) in the middle of the period in which the others were.
+
+        With a compressor, anchor + mean(residual) + owner residuals is kept: every worker gets the mean residual, and
+        the owners' residuals, end to end, are cut anew.
+        """
+        x, merged = super().merge(saved, worker)
+        if self.owner_residual is not None:
+            whole = torch.cat([one["method"]["owner_residual"] for one in saved])
+            mine = split(0, whole.numel(), owners=range(worker.comm.size))[worker.comm.rank]
+            merged["owner_residual"] = whole[mine.start : mine.stop]
+        return x, merged
 
     def metrics(self) -> dict[str, float]:
         if self.variance is None:

@@ -5,7 +5,7 @@ available: docs/methods/divisible.md says what the paper states and what was cho
 
 The files of this folder: this one is the method; `stretch.py` (with `stretch_numba.py`) gives Adam's local steps the
 length they have on the mean gradient; `pace.py` chooses the period; `correction.py` is for non-iid data; `pieces.py`
-says which entries travel when.
+says which entries travel when; `saved.py` is for checkpoints.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from laconic.comm import Comm
 from laconic.comm.coded_mean import CodedMean, GatheredMean, PlainMean, block_of, split
-from laconic.compress import Compressor, Log, Pick, Uniform, parse
+from laconic.compress import Compressor, Log, Pick, Uniform
+from laconic.forms import Form
 from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.methods.divisible import saved as saved_state
 from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
 from laconic.methods.divisible.pace import Pace
@@ -74,6 +76,9 @@ class Divisible(Method):
     Bytes per step and worker: foreground (n−1)·code₈(⌈d/R⌉) with one hop, else 2(n−1)/n · 4⌈d/R⌉; background, one hop,
     (n−1)·code(d)/H, two hops 2(n−1)/n · code(d)/H, in fp32 2(n−1)/n · 4d/H.
 
+    A checkpoint of another number of workers: all start from mean(x) after everything in flight, as at the end of
+    training, with x̂ = x. Corrections and the measurement of the period start anew.
+
     >>> import laconic, torch
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -98,9 +103,10 @@ class Divisible(Method):
     delay: int = 1
     hops: Literal[1, 2] | None = None
 
-    x_hat: Tensor = state()  # the agreed model (d)
-    next_entry: int = state(0)  # where the next background piece begins
-    owner_residual: Tensor | None = state()  # two hops: what this rank, as an owner, has not passed on (d)
+    x_hat: Tensor = state(merge="same")  # the agreed model (d)
+    next_entry: int = state(0, merge="same")  # where the next background piece begins
+    # Two hops: what this rank, as an owner, has not passed on (d).
+    owner_residual: Tensor | None = state(merge="method")
 
     _waiting: float = field(default=0.0, init=False, repr=False, compare=False)
 
@@ -127,6 +133,7 @@ class Divisible(Method):
         self._pace: Pace | None = None
         self._stretch: Stretch | None = None
         self._correction: Correction | None = None
+        self._hops, self._sends = 1, False  # _sends: whether there is a background
         self._foreground: dict[int, GatheredMean | PlainMean] = {}  # by the length of the block: all but the last agree
         self._background: dict[tuple[int, int, Compressor | None, bool], CodedMean | PlainMean] = {}
         self._left: float | None = None  # when the last step was over
@@ -140,15 +147,14 @@ class Divisible(Method):
         if self.period is None:
             return
         self._channel = comm.channel("background")
+        self._sends = True
         if self._hops == 2:
             self.owner_residual = torch.zeros_like(self.x_hat)
         if self.corrected:
             self._correction = Correction(worker, self._hops)
         if self.period == "auto":
-            sizes = [4.0 * worker.x.numel()]
-            if self.background is not None:
-                choices = QUANTIZERS if self.background == "auto" else (self.background,)
-                sizes = [float(code.nbytes(worker.x.numel())) for code in choices]
+            d = worker.x.numel()
+            sizes = [4.0 * d if code is None else float(code.nbytes(d)) for code in self._codes()[0]]
             is_short = self.background is None or self.corrected
             least = LEAST_PERIOD_CORRECTED if is_short else LEAST_PERIOD
             self._pace = Pace(comm, max(least, self._journey), self.max_period, sizes, worker.x.device)
@@ -164,6 +170,12 @@ class Divisible(Method):
         if self.background == "auto":
             return QUANTIZERS[0 if self._pace is None else self._pace.choice]
         return self.background
+
+    def _codes(self) -> list[tuple[Compressor | None, ...]]:
+        """The quantizers that the background may use, for each vector that travels."""
+        moves = QUANTIZERS if self.background == "auto" else (self.background,)
+        gradients = None if self.background is None else GRADIENT
+        return [moves, (gradients,)] if self.corrected else [moves]
 
     @property
     def _period(self) -> int:
@@ -208,10 +220,10 @@ class Divisible(Method):
             return None  # the background is about to average these entries
         quantized = self._hops == 1 and self.background is not None
         numel = block.stop - block.start
-        if numel not in self._foreground:
-            self._foreground[numel] = (
-                GatheredMean(worker.comm, 0, numel, FOREGROUND, name="move") if quantized else PlainMean(worker.comm)
-            )
+        if numel not in self._foreground and quantized:
+            self._foreground[numel] = GatheredMean(worker.comm, 0, numel, FOREGROUND, name="move")
+        elif numel not in self._foreground:
+            self._foreground[numel] = PlainMean(worker.comm, numel)
         mean = self._foreground[numel]
         transfer = mean.send(self._unsent(worker, block), step=worker.step)
         return Flight(block, worker.step, [mean], [transfer])
@@ -241,7 +253,7 @@ class Divisible(Method):
     def _make_mean(self, piece: slice, code: Compressor | None, is_move: bool) -> CodedMean | PlainMean:
         name = "move" if is_move else "gradient"
         if code is None:
-            return PlainMean(self._channel)
+            return PlainMean(self._channel, piece.stop - piece.start)
         if self._hops == 1:
             return GatheredMean(self._channel, piece.start, piece.stop, code, name=name)
         parts = split(piece.start, piece.stop, range(self._channel.size), unit=block_of(code))
@@ -325,29 +337,25 @@ class Divisible(Method):
             self._waiting = SMOOTHING * self._waiting + (1 - SMOOTHING) * share
         self._left = now
 
+    # What is saved; the rules are in saved.py.
+
     def state_dict(self) -> dict[str, Any]:
         """Returns everything, with what messages in flight will bring; waits for these."""
-        return {
-            **super().state_dict(),
-            "flights": [flight.state_dict() for flight in self._flights],
-            "stretch": None if self._stretch is None else self._stretch.state_dict(),
-            "correction": None if self._correction is None else self._correction.state_dict(),
-            "pace": None if self._pace is None else self._pace.state_dict(),
-        }
+        return super().state_dict() | saved_state.collect(self)
+
+    def state_forms(self, step: int) -> dict[str, Form]:
+        return super().state_forms(step) | saved_state.forms(self, step)
+
+    def check_state(self, saved: Any, step: int) -> None:
+        super().check_state(saved, step)
+        saved_state.check(self, saved, step)
+
+    def agreed_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        return super().agreed_state(saved) | saved_state.agreed(saved)
+
+    def merge(self, saved: list[dict[str, Any]], worker: Replica) -> tuple[Tensor, dict[str, Any]]:
+        return saved_state.merge(self, saved)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        own = dict(saved)
-        flights = own.pop("flights")
-        for name, organ in (("stretch", self._stretch), ("correction", self._correction), ("pace", self._pace)):
-            found = own.pop(name)
-            if organ is not None:
-                organ.load_state_dict(found)
-        super().load_state_dict(own)
-        self._flights = [self._restore(flight) for flight in flights]
+        super().load_state_dict(saved_state.restore(self, saved))
         self._left = None  # the time since the last step was no computing
-
-    def _restore(self, saved: dict[str, Any]) -> Flight:
-        piece = slice(*saved["piece"])
-        codes = [None if code is None else parse(code) for code in saved["codes"]]
-        means = [self._mean(piece, code, is_move=i == 0) for i, code in enumerate(codes)]
-        return Flight.restore(saved, means, self.x_hat.device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.forms import Choice, Each, Fields, Form, Row, Whole, form_of
 from laconic.method import Replica
 
 
@@ -62,6 +63,26 @@ class Correction:
             "start": self.start,
             "owner_residual": self.owner_residual,
         }
+
+    def form(self, step: int) -> Form:
+        """Returns what the state saved after `step` must look like."""
+        since = Row((Whole(0, self.total.numel() - 1), Whole(0, step)))
+        residual = Choice((None,)) if self.owner_residual is None else form_of(self.owner_residual)
+        return Fields(
+            {
+                "total": form_of(self.total),
+                "shift": form_of(self.shift),
+                "since": Each(since),
+                "start": Whole(0, step),
+                "owner_residual": residual,
+            }
+        )
+
+    def merge(self, step: int) -> dict[str, Any]:
+        """Returns the state of a worker in a run of another number of workers: nothing is known of its data yet."""
+        zeros = {"total": torch.zeros_like(self.total), "shift": torch.zeros_like(self.shift)}
+        residual = None if self.owner_residual is None else torch.zeros_like(self.owner_residual)
+        return {**zeros, "since": [], "start": step, "owner_residual": residual}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.total.copy_(saved["total"])

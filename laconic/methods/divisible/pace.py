@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from laconic.comm import Comm
+from laconic.forms import Each, Fields, Flag, Form, Real, Row, Whole
 
 FIRST = 3  # the step in which measuring starts: before, kernels are loaded and connections made
 WINDOW = 3  # steps measured at a time
@@ -99,6 +100,31 @@ class Pace:
     def state_dict(self) -> dict[str, Any]:
         names = ("period", "choice", "samples", "next_window", "rounds", "has_warned")
         return {name: getattr(self, name) for name in names}
+
+    def form(self, step: int) -> Form:
+        """Returns what the state saved after `step` must look like."""
+        return Fields(
+            {
+                "period": Whole(self.least, self.most),
+                "choice": Whole(0, len(self.sizes) - 1),
+                "samples": Each(Row((Real(0), Real(0))), WINDOW - 1),
+                "next_window": Whole(0, max(FIRST, step + INTERVAL)),
+                "rounds": Whole(),
+                "has_warned": Flag(),
+            }
+        )
+
+    def merge(self, saved: list[dict[str, Any] | None], step: int) -> dict[str, Any]:
+        """Returns the state in a run of another number of workers: the last choice until it is measured anew."""
+        last = saved[0] or {"period": self.least, "choice": 0}
+        return {
+            "period": min(max(last["period"], self.least), self.most),
+            "choice": min(last["choice"], len(self.sizes) - 1),
+            "samples": [],
+            "next_window": step + FIRST,
+            "rounds": 0,
+            "has_warned": False,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.__dict__.update(saved)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.coded_mean import CodedMean, PlainMean, Transfer
+from laconic.forms import Choice, Fields, Form, Plain, Row, Whole
 
 GRAIN = 2048  # entries; quantizers have blocks of this length, and vectors are read fastest where these begin
 
@@ -84,6 +85,27 @@ class Flight:
             "codes": [None if mean.compressor is None else str(mean.compressor) for mean in self.means],
             "transfers": [transfer.state_dict() for transfer in self.transfers],
         }
+
+    @staticmethod
+    def form(d: int, step: int, delay: int, hops: int, codes: Sequence[tuple[str | None, ...]]) -> Form:
+        """Returns what a saved flight must look like, but for its messages, which `check_saved` of its means checks.
+
+        Args:
+            d: the number of entries of the model.
+            step: the step after which it was saved.
+            delay: the most steps until its next message is due.
+            hops: that its messages take.
+            codes: for each vector that travels, the compressors that it may have been encoded with.
+        """
+        return Fields(
+            {
+                "piece": Row((Whole(0, d - 1), Whole(1, d))),
+                "due": Whole(step + 1, step + delay),
+                "answered": Whole(0, hops - 1),
+                "codes": Row(tuple(Choice(choices) for choices in codes)),
+                "transfers": Row((Plain(),) * len(codes)),
+            }
+        )
 
     @classmethod
     def restore(cls, saved: dict[str, Any], means: Sequence[CodedMean | PlainMean], device: torch.device) -> Flight:

@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 
 from laconic.compress.backend import kernels_for
-from laconic.method import Replica
+from laconic.forms import Each, Fields, Form, Whole, form_of
+from laconic.method import Replica, mean_of
 
 # Below this many entries a call of a kernel saves nothing.
 LARGE = 1 << 12
 LEAST_MOMENTUM = 0.1  # β₁ from which on m says more about the mean gradient than g
 TINY = 1e-38  # where V is 0, Q and m are
+COUNTS = ("counts", "seen")
 SAMPLE = 1 << 14  # entries that metrics look at
 
 
@@ -166,6 +168,24 @@ class Stretch:
 
     def state_dict(self) -> dict[str, Any]:
         return {"q": self.q, "counts": list(self.counts), "seen": list(self.seen)}
+
+    def form(self) -> Form:
+        """Returns what a saved state must look like, but for the lengths of its counts."""
+        return Fields({"q": form_of(self.q, least=0), "counts": Each(Whole()), "seen": Each(Whole())})
+
+    def check_state(self, what: str, saved: Any) -> None:
+        self.form().check(what, saved)
+        lengths = {len(saved["counts"]), len(saved["seen"])}
+        if len(lengths) > 1 or not lengths <= {0, len(self._numels)}:
+            raise ValueError(f"{what} must have one count for each of {len(self._numels)} parameters, not {lengths}")
+
+    def merge(self, saved: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Returns the state in a run of another number of workers: the mean of Q, as the optimizer's V is averaged."""
+        found = [one for one in saved if one is not None and one["counts"]]
+        if not found:
+            return {"q": torch.zeros_like(self.q), "counts": [], "seen": []}
+        counts = {name: [max(of) for of in zip(*(one[name] for one in found), strict=True)] for name in COUNTS}
+        return {"q": mean_of([one["q"] for one in found]), **counts}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.q.copy_(saved["q"])
