@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,27 @@ class Method:
 
     def drain(self, worker: Replica) -> None:
         """Waits for all messages in flight and applies them. Runs after the last step, on every rank."""
+
+    def reset(self, worker: Replica) -> None:
+        """Drops messages in flight, residuals and the like, and begins anew from the present x.
+
+        Runs between two steps, on all ranks, when all hold the same x. What it drops stays as `setup` made it.
+        """
+
+    def common(self, worker: Replica) -> Literal["nothing", "step", "x"]:
+        """Returns what all ranks have in common after `after_step`, so that the worker can compare them.
+
+        "nothing": ranks step at their own pace, and are compared only in `consensus()`, `save()` and at the end.
+        "step": all ranks take part in this step. "x": they do, and then hold the same x, bit for bit.
+        """
+        return "nothing"
+
+    def changed_outside(self) -> str | None:
+        """Returns what goes wrong if x is changed outside optimizer.step(), between two steps.
+
+        None: nothing does. The change counts as a part of this worker's next step.
+        """
+        return None
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers that describe the method's current behaviour, by name, for plots over the steps."""

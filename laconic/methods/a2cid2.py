@@ -139,6 +139,8 @@ class A2CiD2(Method):
         if worker.comm.size == 1:
             return
         if self._gossip is None:
+            # All ranks raise here, and not only those that would exchange with a rank whose x is not finite.
+            worker.comm.mean(torch.tensor([0.0 if is_finite(worker.x) else math.nan]))
             self._finish_step()
             for pair in self._draw_matchings(worker.generator):
                 if worker.comm.rank in pair:
@@ -164,6 +166,26 @@ class A2CiD2(Method):
         # At a common clock value the mean of x is exactly the mean of x₀ and of all local steps.
         self._mix(max(worker.comm.meet("the end of gossip", self.clock)))
         self._apply_pending()
+
+    def reset(self, worker: Replica) -> None:
+        if self._gossip is not None:
+            self._gossip.pause()  # until the next step
+            worker.comm.meet("reset()")
+        self.delta.zero_()
+        self.pending.zero_()
+        self.scale, self.pending_mix, self.backlog = 0.0, 0.0, 0.0
+        self._pending_slices, self._local_x = [], self._x
+
+    def common(self, worker: Replica) -> Literal["nothing", "step"]:
+        return "nothing" if self.background else "step"
+
+    def changed_outside(self) -> str | None:
+        if not self.background:
+            return None
+        return (
+            "exchanges with other workers go on meanwhile, so the mean of all models would not become what they were "
+            "changed to"
+        )
 
     def metrics(self) -> dict[str, float]:
         by_peer = {f"exchanges_with_{peer}": float(count) for peer, count in sorted(self.partners.copy().items())}

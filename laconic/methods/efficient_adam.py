@@ -167,6 +167,13 @@ class EfficientAdam(Method):
         if self.moments == "averaged" and worker.step % self.moments_every == 0:
             self._average_moments(worker)
 
+    def reset(self, worker: Replica) -> None:
+        self.e.zero_()
+        self.e_server.zero_()
+
+    def common(self, worker: Replica) -> Literal["x"]:
+        return "x"
+
     def _average_moments(self, worker: Replica) -> None:
         for vector in worker.moments().values():
             if not self.trains(worker.comm.rank):

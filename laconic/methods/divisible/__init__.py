@@ -24,7 +24,6 @@ from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
 from laconic.methods.divisible.pace import Pace
 from laconic.methods.divisible.pieces import Flight, foreground_block, next_piece, overlap
-from laconic.methods.divisible.settings import SettingsCheck
 from laconic.methods.divisible.stretch import Stretch, is_adam
 
 # The quantizers of background="auto": the second one only if the link is measured to be too slow for the first.
@@ -132,7 +131,6 @@ class Divisible(Method):
         self._left: float | None = None  # when the last step was over
         if comm.size == 1:
             return
-        self._settings = SettingsCheck(worker)
         self._watch = DifferenceWatch(comm.rank)
         self._hops = 1 if self.background is None else self.hops or (1 if comm.size <= FEW else 2)
         if is_adam(worker.optimizer):
@@ -180,7 +178,6 @@ class Divisible(Method):
         if comm.size == 1:
             return
         computed = comm.now()
-        self._settings.after_step(worker)
         piece = next_piece(self.next_entry, worker.x.numel(), self._period)
         if self._stretch is not None:
             self._stretch.after_step(worker, piece, max(self._period, 1))
@@ -269,13 +266,26 @@ class Divisible(Method):
 
     def drain(self, worker: Replica) -> None:
         """Applies everything in flight; owners put what they have not passed on into their own model."""
-        if worker.comm.size > 1:
-            self._settings.finish(worker)
         while self._flights:
             self._apply_due(worker, max(flight.due for flight in self._flights))
         if self.owner_residual is not None:
             worker.x.add_(self.owner_residual, alpha=worker.comm.size)
             self.owner_residual.zero_()
+
+    def reset(self, worker: Replica) -> None:
+        for flight in self._flights:
+            flight.wait()  # the network may still write to its buffers
+        self._flights = []
+        self.x_hat.copy_(worker.x)
+        self.next_entry = 0
+        if self.owner_residual is not None:
+            self.owner_residual.zero_()
+        if self._correction is not None:
+            self._correction.restart(worker.step)
+            self._correction.shift.zero_()
+
+    def common(self, worker: Replica) -> Literal["step"]:
+        return "step"
 
     def _measure(self, worker: Replica, pace: Pace, computed: float) -> None:
         """Waits for the messages just sent, to see how long they take. They are applied when they are due."""
@@ -321,7 +331,7 @@ class Divisible(Method):
     def _note_waiting(self, comm: Comm) -> None:
         now = comm.now()
         if self._left is not None:
-            share = comm.meter.last_step.seconds() / max(now - self._left, 1e-9)
+            share = comm.meter.current_step.seconds() / max(now - self._left, 1e-9)
             self._waiting = SMOOTHING * self._waiting + (1 - SMOOTHING) * share
         self._left = now
 
