@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from laconic.comm import Comm
+from laconic.rules import check_choice as check_choice
+from laconic.rules import check_count as check_count
+from laconic.rules import check_flag as check_flag
+from laconic.rules import check_number as check_number
+from laconic.rules import check_seed as check_seed
 
 
 class Replica(Protocol):
@@ -204,21 +209,3 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list):
         return [with_tensors(entry, change) for entry in value]
     return value
-
-
-def check_choice(name: str, value: object, choices: tuple[str | int | None, ...]) -> None:
-    """Raises a ValueError that names the setting if `value` is none of the choices."""
-    if isinstance(value, bool) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-
-
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raises a ValueError that names the setting if `value` is no int, or less than `least`. `True` is no int here.
-
-    >>> check_count("period", 2.0)
-    Traceback (most recent call last):
-    ...
-    ValueError: period must be a whole number, at least 1, not 2.0
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, not {value!r}")

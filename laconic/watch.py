@@ -80,10 +80,10 @@ class Watch:
         """Reads the numbers sent before, and sends new ones when it is time. Raises as `finish`."""
         if self._comm.size == 1:
             return
+        self.finish()
         common = self._method.common(worker)
         if common == "nothing":
             return
-        self.finish()
         self._common_steps += 1
         if self._common_steps % EVERY != 1 and self._common_steps != FIRST_GRADIENTS and not self._anyone_scales:
             return

@@ -21,7 +21,10 @@ from laconic.consensus import average_model, average_tensors, copy_from_rank_0, 
 from laconic.flat import FlatParameters
 from laconic.method import Method, fresh
 from laconic.replica import FlatReplica
+from laconic.rules import check_number, check_seed
 from laconic.watch import Watch, checksum
+
+MOST_SECONDS = 1e9  # of a time-out; torch counts milliseconds in 64 bits
 
 
 class Worker(FlatReplica):
@@ -71,8 +74,7 @@ class Worker(FlatReplica):
         seed: int = 0,
         comm: Comm | None = None,
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds, not {timeout!r}")
+        _check_arguments(model, optimizer, timeout, seed, comm)
         device = next(model.parameters(), torch.empty(0)).device
         self.model, self.optimizer = model, optimizer
         self.comm = comm or connect(device, timeout)
@@ -360,6 +362,17 @@ class Worker(FlatReplica):
 
     def _average_model(self, is_equal: bool) -> None:
         average_model(self._control, self.model, self.x, self._trainers(), self._weight(), is_equal=is_equal)
+
+
+def _check_arguments(model: object, optimizer: object, timeout: object, seed: object, comm: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+    check_number("timeout", timeout, most=MOST_SECONDS, above=0)
+    check_seed(seed)
+    if comm is not None and not isinstance(comm, Comm):
+        raise ValueError(f"comm must be None or a laconic.Comm, not {comm!r}")
 
 
 def _is_within(call: FrameType, frame: FrameType | None) -> bool:

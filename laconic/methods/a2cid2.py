@@ -30,9 +30,10 @@ from torch import Tensor
 
 from laconic.comm import Comm, Dialogue, Gossip
 from laconic.comm.finite import is_finite
-from laconic.method import Method, Replica, check_count, state
+from laconic.method import Method, Replica, check_count, check_flag, check_number, state
 from laconic.topology import TOPOLOGIES, Topology, named
 
+MAX_RATE = 1000.0  # exchanges per step; more are a typing error, and would never end
 RATE_WINDOW = 100  # steps over which `rate="auto"` measures the rate
 MIN_SCALE = 1e-3  # the factor of δ is folded into the vector below this, before it loses precision
 MIN_PIECE_NUMEL = 1 << 15  # an exchange sends x in pieces of at least this many entries
@@ -114,11 +115,10 @@ class A2CiD2(Method):
                 named(self.topology, 1)  # raises, suggesting similar names
         elif not isinstance(self.topology, Topology):
             raise ValueError(f"topology must be a name or a laconic.topology.Topology, not {self.topology!r}")
-        if self.rate != "auto" and not (isinstance(self.rate, (int, float)) and 0 < self.rate < math.inf):
-            raise ValueError(f'rate must be "auto" or more than 0 exchanges per step, not {self.rate!r}')
-        for name in ("momentum", "background"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.rate != "auto":
+            check_number('rate is exchanges per step: it must be "auto", or it', self.rate, most=MAX_RATE, above=0)
+        check_flag("momentum", self.momentum)
+        check_flag("background", self.background)
         check_count("slack", self.slack)
 
     def setup(self, worker: Replica) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from laconic.comm import Comm
 from laconic.comm.coded_mean import CodedMean, GatheredMean, PlainMean, block_of, split
 from laconic.compress import Compressor, Log, Pick, Uniform, parse
-from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.method import Method, Replica, check_choice, check_count, check_flag, state
 from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
 from laconic.methods.divisible.pace import Pace
@@ -105,12 +105,11 @@ class Divisible(Method):
 
     def __post_init__(self) -> None:
         check_count("ratio", self.ratio)
-        if self.period not in ("auto", None):
+        if self.period is not None and self.period != "auto":
             check_count("period", self.period)
-        if self.background not in ("auto", None) and not isinstance(self.background, Compressor):
+        if self.background is not None and self.background != "auto" and not isinstance(self.background, Compressor):
             raise ValueError(f"background must be a compressor, 'auto' or None, not {self.background!r}")
-        if not isinstance(self.corrected, bool):
-            raise ValueError(f"corrected must be True or False, not {self.corrected!r}")
+        check_flag("corrected", self.corrected)
         if self.period is None and self.corrected:
             raise ValueError("corrected=True sends gradients in the background, so period must not be None")
         check_count("max_period", self.max_period)
