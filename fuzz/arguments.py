@@ -73,7 +73,7 @@ def use_method(method: laconic.Method) -> None:
     """Trains a few steps alone."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters())
-    if method.trains(0):
+    if method.trains(0) and getattr(method, "server", 0) in (0, "sharded"):
         with laconic.Worker(model, optimizer, method):
             for _ in range(3):
                 model(torch.ones(3)).sum().backward()
@@ -150,7 +150,12 @@ def fault_of(target: Target, bad: dict[str, Any]) -> str | None:
         try:
             made = target.call(**{**target.arguments, **bad})
         except ValueError as error:
-            # With several bad arguments, any may be named. Values are shown as repr or str do.
+            # With several bad arguments, any may be named. Values are shown as repr or str do; a module is not.
+            if any(
+                isinstance(value, torch.nn.Module) or (isinstance(value, list | tuple | dict) and not value)
+                for value in bad.values()
+            ):
+                return None
             values = [text for value in bad.values() for text in (repr(value), str(value))]
             return None if any(text in str(error) for text in values) else f"{shown}: does not show the value: {error}"
         except Exception as error:  # noqa: BLE001

@@ -100,7 +100,9 @@ def spawn(
     if not callable(fn):
         raise ValueError(f"fn must be a function, not {fn!r}")
     check_count("workers", workers, most=MOST_WORKERS)
-    if hosts is not None and not (isinstance(hosts, Sequence) and len(hosts) == workers and not isinstance(hosts, str)):
+    if hosts is not None and not (
+        isinstance(hosts, Sequence) and len(hosts) == workers and all(hasattr(host, "enter") for host in hosts)
+    ):
         raise ValueError(f"hosts must be None or have one entry for each of the {workers} workers, not {hosts!r}")
     if isinstance(preload, str) or not (isinstance(preload, Sequence) and all(isinstance(m, str) for m in preload)):
         raise ValueError(f"preload must be a list of names of modules, not {preload!r}")

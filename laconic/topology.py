@@ -168,16 +168,15 @@ def from_edges(edges: Iterable[tuple[int, int]], n: int | None = None) -> Topolo
         >>> topology.from_edges([(1, 0), (1, 2)]).edges
         ((0, 1), (1, 2))
     """
-    try:
-        pairs = _sorted_unique(edges)
-        highest = max((j for _, j in pairs), default=0)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"edges must be pairs of nodes, such as [(0, 1), (1, 2)], not {edges!r}") from error
+    pairs = list(edges) if isinstance(edges, Iterable) else None
+    if pairs is None or not all(isinstance(e, tuple | list) and [type(i) for i in e] == [int, int] for e in pairs):
+        raise ValueError(
+            f"edges must be pairs of nodes, such as [(0, 1), (1, 2)], not {edges if pairs is None else pairs!r}"
+        )
     if n is None:
-        check_count("a node", highest, least=0, most=MOST_NODES)
-        n = 1 + highest
+        n = 1 + max((max(pair) for pair in pairs), default=0)
     _check_node_count(n)
-    return Topology("from_edges", tuple(range(n)), pairs)
+    return Topology("from_edges", tuple(range(n)), _sorted_unique(pairs))
 
 
 def ring(n: int) -> Topology:

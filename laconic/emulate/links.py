@@ -47,7 +47,7 @@ class Link:
         if not 0 <= self.delay_seconds <= 10:
             raise ValueError(f"a link's delay must be between 0 and 10 seconds, not {self.delay_seconds}")
         if not 0 <= self.loss < 1:
-            raise ValueError(f"a link's loss must be at least 0 and less than 100 %, not {self.loss:.6g}")
+            raise ValueError(f"a link's loss must be at least 0 and less than 1 (100 %), not {self.loss!r}")
 
     @property
     def needs_netem(self) -> bool:

@@ -78,7 +78,7 @@ class ADPSGD(Averaging):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_number("low", self.low, least=0)
-        if self.high != math.inf:
+        if not (isinstance(self.high, float) and self.high == math.inf):
             check_number("high", self.high)
         if not self.low < self.high:
             raise ValueError(f"low must be at least 0 and less than high={self.high!r}, not {self.low!r}")
