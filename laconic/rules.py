@@ -17,10 +17,10 @@ def check_count(name: str, value: object, least: int = 1, most: int = MOST) -> N
     ...
     ValueError: period must be a whole number, at least 1, not 2.0
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, not {value!r}")
-    if value > most:
-        raise ValueError(f"{name} must be at most {most}, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        is_lower_bound = most == MOST and not (isinstance(value, int) and value > most)
+        rule = f", at least {least}" if is_lower_bound else f" from {least} to {most}"
+        raise ValueError(f"{name} must be a whole number{rule}, not {value!r}")
 
 
 def check_number(

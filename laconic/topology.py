@@ -170,9 +170,7 @@ def from_edges(edges: Iterable[tuple[int, int]], n: int | None = None) -> Topolo
     """
     pairs = list(edges) if isinstance(edges, Iterable) else None
     if pairs is None or not all(isinstance(e, tuple | list) and [type(i) for i in e] == [int, int] for e in pairs):
-        raise ValueError(
-            f"edges must be pairs of nodes, such as [(0, 1), (1, 2)], not {edges if pairs is None else pairs!r}"
-        )
+        raise ValueError(f"edges must be pairs of nodes, such as [(0, 1), (1, 2)], not {edges!r}")
     if n is None:
         n = 1 + max((max(pair) for pair in pairs), default=0)
     _check_node_count(n)

@@ -116,7 +116,7 @@ def test_on_emulated_hosts() -> None:
 
 
 def test_one_host_for_each_worker() -> None:
-    with pytest.raises(ValueError, match="hosts must have one entry for each of the 2 workers, not 0"):
+    with pytest.raises(ValueError, match="hosts must be None or have one entry for each of the 2 workers, not \\[\\]"):
         laconic.spawn(rank, 2, hosts=[])
 
 
