@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from laconic.rules import check_count, check_number
+from laconic.rules import check_count, check_number, check_seed
 
 if TYPE_CHECKING:
     from laconic.bench.run import Plan
@@ -101,6 +101,7 @@ class CommonOptions:
 
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ValueError(f"workers must be from 1 to {MAX_WORKERS}, not {self.workers}")
+        check_seed(self.seed)
         if self.rho is not None and self.link != "none":
             raise ValueError(f"give either --link or --rho, not both ({self.link} and {self.rho:g})")
         if self.link != "none":

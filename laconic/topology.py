@@ -71,6 +71,8 @@ class Topology:
             raise ValueError(f"nodes must be a tuple of at least 1 node, not {self.nodes!r}")
         for node in self.nodes:
             check_count("a node", node, least=0)
+        if len(set(self.nodes)) < len(self.nodes):
+            raise ValueError(f"nodes must all be different, not {self.nodes!r}")
         if not isinstance(self.edges, tuple) or not all(isinstance(e, tuple) and len(e) == 2 for e in self.edges):
             raise ValueError(f"edges must be a tuple of pairs of nodes, not {self.edges!r}")
         for i, j in self.edges:

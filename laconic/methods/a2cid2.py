@@ -116,7 +116,7 @@ class A2CiD2(Method):
         elif not isinstance(self.topology, Topology):
             raise ValueError(f"topology must be a name or a laconic.topology.Topology, not {self.topology!r}")
         if self.rate != "auto":
-            check_number('rate is exchanges per step: it must be "auto", or it', self.rate, most=MAX_RATE, above=0)
+            check_number('rate (exchanges per step, or "auto")', self.rate, most=MAX_RATE, above=0)
         check_flag("momentum", self.momentum)
         check_flag("background", self.background)
         check_count("slack", self.slack)
