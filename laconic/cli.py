@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
+from laconic.rules import check_count, check_number, check_seed
+
 if TYPE_CHECKING:
     from laconic.bench.run import Plan
     from laconic.tasks import Task
@@ -102,6 +104,7 @@ class CommonOptions:
 
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ValueError(f"workers must be from 1 to {MAX_WORKERS}, not {self.workers}")
+        check_seed(self.seed)
         if self.rho is not None and self.link != "none":
             raise ValueError(f"give either --link or --rho, not both ({self.link} and {self.rho:g})")
         if self.link != "none":
@@ -149,6 +152,8 @@ class Train(CommonOptions):
         from laconic.bench.strategies import parse_contender, setting_types
         from laconic.bench.table import table
 
+        if self.save_every is not None:
+            check_count("save_every", self.save_every)
         of_method = setting_types(self.method)
         contender = parse_contender(self.method, {key: value for key, value in settings.items() if key in of_method})
         if self.resume is not None and self.out is not None:
@@ -200,8 +205,9 @@ class Compare(CommonOptions):
         from laconic.bench.strategies import parse_contender, strategy_names
         from laconic.bench.table import table
 
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, not {self.seeds}")
+        check_count("seeds", self.seeds)
+        if self.target_accuracy is not None:
+            check_number("target_accuracy", self.target_accuracy)
         chosen = [name.strip() for name in self.methods.split(",")] if self.methods else strategy_names()
         contenders = [parse_contender(name) for name in chosen]
         # `none` comes first: its step time is the compute time, from which the waiting time of baselines follows.

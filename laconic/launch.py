@@ -23,12 +23,14 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from laconic.comm import PeerError
+from laconic.rules import check_count
 
 # Imported once by the fork server, from which all workers of this process are forked: importing these takes seconds.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "laconic"]
 # Seconds to wait for the worker that failed first, when the first report is of a worker that failed because of it.
 PATIENCE = 1.0
 STORE_PORT = 29500  # on an emulated host, which has a network stack of its own, in which every port is free
+MOST_WORKERS = 1 << 12  # on one machine; more are a typing error
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's mallopt
 
 
@@ -102,10 +104,15 @@ def spawn(
     >>> laconic.spawn(lambda power: int(os.environ["RANK"]) ** power, 3, 2)
     [0, 1, 4]
     """
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ValueError(f"workers must be a whole number, at least 1, not {workers!r}")
-    if hosts is not None and len(hosts) != workers:
-        raise ValueError(f"hosts must have one entry for each of the {workers} workers, not {len(hosts)}")
+    if not callable(fn):
+        raise ValueError(f"fn must be a function, not {fn!r}")
+    check_count("workers", workers, most=MOST_WORKERS)
+    if hosts is not None and not (
+        isinstance(hosts, Sequence) and len(hosts) == workers and all(hasattr(host, "enter") for host in hosts)
+    ):
+        raise ValueError(f"hosts must be None or have one entry for each of the {workers} workers, not {hosts!r}")
+    if isinstance(preload, str) or not (isinstance(preload, Sequence) and all(isinstance(m, str) for m in preload)):
+        raise ValueError(f"preload must be a list of names of modules, not {preload!r}")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     job = cloudpickle.dumps((fn, args))

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 
 from laconic.comm import Comm
 from laconic.forms import Fields, Form, Plain, form_of
+from laconic.rules import check_choice as check_choice
+from laconic.rules import check_count as check_count
+from laconic.rules import check_flag as check_flag
+from laconic.rules import check_number as check_number
+from laconic.rules import check_seed as check_seed
 
 Merge = Literal["same", "mean", "method"]
 
@@ -132,6 +137,27 @@ class Method:
 
     def drain(self, worker: Replica) -> None:
         """Waits for all messages in flight and applies them. Runs after the last step, on every rank."""
+
+    def reset(self, worker: Replica) -> None:
+        """Drops messages in flight, residuals and the like, and begins anew from the present x.
+
+        Runs between two steps, on all ranks, when all hold the same x. What it drops stays as `setup` made it.
+        """
+
+    def common(self, worker: Replica) -> Literal["nothing", "step", "x"]:
+        """Returns what all ranks have in common after `after_step`, so that the worker can compare them.
+
+        "nothing": ranks step at their own pace, and are compared only in `consensus()`, `save()` and at the end.
+        "step": all ranks take part in this step. "x": they do, and then hold the same x, bit for bit.
+        """
+        return "nothing"
+
+    def changed_outside(self) -> str | None:
+        """Returns what goes wrong if x is changed outside optimizer.step(), between two steps.
+
+        None: nothing does. The change counts as a part of this worker's next step.
+        """
+        return None
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers that describe the method's current behaviour, by name, for plots over the steps."""
@@ -268,21 +294,3 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list):
         return [with_tensors(entry, change) for entry in value]
     return value
-
-
-def check_choice(name: str, value: object, choices: tuple[str | int | None, ...]) -> None:
-    """Raises a ValueError that names the setting if `value` is none of the choices."""
-    if isinstance(value, bool) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
-
-
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raises a ValueError that names the setting if `value` is no int, or less than `least`. `True` is no int here.
-
-    >>> check_count("period", 2.0)
-    Traceback (most recent call last):
-    ...
-    ValueError: period must be a whole number, at least 1, not 2.0
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, not {value!r}")

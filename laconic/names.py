@@ -25,6 +25,8 @@ def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
     ...
     ValueError: no color is called 'gren'; did you mean green? there are: blue, green
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a {kind} must be a text, not {name!r}; there are: {', '.join(table)}")
     if name in table:
         return table[name]
     near = difflib.get_close_matches(name, table, n=3, cutoff=0.5)

@@ -22,6 +22,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from laconic.names import look_up
+from laconic.rules import check_count, check_number, check_text
+
+MOST_NODES = 2**16
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,15 @@ class Topology:
     edges: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        if not self.nodes:
-            raise ValueError("a topology must have at least 1 node, not 0")
+        check_text("name", self.name, "ring")
+        if not isinstance(self.nodes, tuple) or not self.nodes:
+            raise ValueError(f"nodes must be a tuple of at least 1 node, not {self.nodes!r}")
+        for node in self.nodes:
+            check_count("a node", node, least=0)
+        if len(set(self.nodes)) < len(self.nodes):
+            raise ValueError(f"nodes must all be different, not {self.nodes!r}")
+        if not isinstance(self.edges, tuple) or not all(isinstance(e, tuple) and len(e) == 2 for e in self.edges):
+            raise ValueError(f"edges must be a tuple of pairs of nodes, not {self.edges!r}")
         for i, j in self.edges:
             if i == j:
                 raise ValueError(f"an edge must join two different nodes, not {i} and {j}")
@@ -126,8 +136,7 @@ class Topology:
             >>> round(topology.ring(64).constants(rate=1.0).alpha_tilde, 3)
             7.262
         """
-        if not rate > 0 or not math.isfinite(rate):
-            raise ValueError(f"rate must be more than 0 exchanges per step, not {rate!r}")
+        check_number("rate", rate, above=0)
         if self.size < 2:
             raise ValueError(f"the constants need at least 2 nodes, not {self.size}")
         chi_1, chi_2 = _chi(self.nodes, self.edges)  # at rate 1; both are inversely proportional to the rate
@@ -169,10 +178,13 @@ def from_edges(edges: Iterable[tuple[int, int]], n: int | None = None) -> Topolo
         >>> topology.from_edges([(1, 0), (1, 2)]).edges
         ((0, 1), (1, 2))
     """
-    pairs = _sorted_unique(edges)
+    pairs = list(edges) if isinstance(edges, Iterable) else None
+    if pairs is None or not all(isinstance(e, tuple | list) and [type(i) for i in e] == [int, int] for e in pairs):
+        raise ValueError(f"edges must be pairs of nodes, such as [(0, 1), (1, 2)], not {edges!r}")
     if n is None:
-        n = 1 + max((j for _, j in pairs), default=0)
-    return Topology("from_edges", tuple(range(n)), pairs)
+        n = 1 + max((max(pair) for pair in pairs), default=0)
+    _check_node_count(n)
+    return Topology("from_edges", tuple(range(n)), _sorted_unique(pairs))
 
 
 def ring(n: int) -> Topology:
@@ -202,8 +214,8 @@ def torus(rows: int, cols: int) -> Topology:
 
     With one row it is a ring. With two rows the edges up and down coincide and count once.
     """
-    if rows < 1 or cols < 1:
-        raise ValueError(f"a torus must have at least 1 row and 1 column, not {rows} and {cols}")
+    _check_node_count(rows, "rows")
+    _check_node_count(cols, "cols")
     grid = np.arange(rows * cols).reshape(rows, cols)
     down = zip(grid.flat, np.roll(grid, -1, axis=0).flat, strict=True)
     right = zip(grid.flat, np.roll(grid, -1, axis=1).flat, strict=True)
@@ -213,6 +225,7 @@ def torus(rows: int, cols: int) -> Topology:
 
 def squarest_torus(n: int) -> Topology:
     """Returns the torus of n nodes whose numbers of rows and columns differ least; for a prime n it is a ring."""
+    _check_node_count(n)
     rows = next(rows for rows in range(math.isqrt(n), 0, -1) if n % rows == 0)
     return torus(rows, n // rows)
 
@@ -238,6 +251,5 @@ def _sorted_unique(edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], .
     return tuple(sorted({(min(edge), max(edge)) for edge in edges}))
 
 
-def _check_node_count(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"a topology must have at least 1 node, not {n}")
+def _check_node_count(n: int, name: str = "the number of nodes") -> None:
+    check_count(name, n, most=MOST_NODES)

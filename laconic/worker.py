@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,14 +14,20 @@ from torch import Tensor, nn
 
 from laconic import checkpoint
 from laconic.agreement import Fingerprint, fingerprint, require_agreement
-from laconic.comm import Comm, Meter, connect
+from laconic.changes import Changes
+from laconic.comm import Comm, connect
 from laconic.comm.finite import is_finite
-from laconic.consensus import average_model, copy_from_rank_0
+from laconic.consensus import average_model, average_tensors, copy_from_rank_0, require_same_forms
 from laconic.flat import FlatParameters
 from laconic.method import Method, fresh
+from laconic.replica import FlatReplica
+from laconic.rules import check_number, check_seed
+from laconic.watch import Watch, checksum
+
+MOST_SECONDS = 1e9  # of a time-out; torch counts milliseconds in 64 bits
 
 
-class Worker:
+class Worker(FlatReplica):
     """Trains a model together with the other workers, for the length of a `with` block around the training loop.
 
     Each process that torchrun starts creates one Worker; under plain `python` it is a run of one worker. All ranks
@@ -68,15 +74,13 @@ class Worker:
         seed: int = 0,
         comm: Comm | None = None,
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout must be more than 0 seconds, not {timeout!r}")
+        _check_arguments(model, optimizer, timeout, seed, comm)
         device = next(model.parameters(), torch.empty(0)).device
         self.model, self.optimizer = model, optimizer
         self.comm = comm or connect(device, timeout)
         self.step = 0
         self.generator = torch.Generator().manual_seed(seed)
         self.consensus_distance: float | None = None
-        self._moment_names: list[str] | None = None
         self._in_consensus = False
         self._known_checkpoints: dict[Path, int] = {}  # by directory, the newest number written or seen while loading
         self._step_call: FrameType | None = None  # the frame of the call of optimizer.step() that is running
@@ -85,12 +89,15 @@ class Worker:
             self._control = self.comm.channel("control")
             copy_from_rank_0(self._control, model, self._flat)
             self.method.setup(self)
+            self._watch = Watch(self._control, self.method, self._flat, optimizer)
+            self._changes = Changes(model, self._flat, self.method)
         except BaseException as error:
             self.comm.fail(error)  # else the other ranks would wait for this one until their timeout
             raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_post_hook(self._after_hooks),
         ]
         # The method's hook goes first: what other hooks do to x (clamping, an average of weights) must apply to the x
         # that the method leaves, whichever hook was registered first.
@@ -110,61 +117,6 @@ class Worker:
         own = fingerprint(self.model, self.optimizer, flat, method)
         require_agreement(self.comm, own, None, is_finite(flat.x))
         return method, flat, own
-
-    # What a method sees; `laconic.method.Replica` documents these.
-
-    @property
-    def x(self) -> Tensor:
-        """All trained parameters as one vector (d), of which the model's parameters are views."""
-        return self._flat.x
-
-    @property
-    def x_and_scalar(self) -> Tensor:
-        return self._flat.x_and_scalar
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return self._flat.parameters
-
-    @property
-    def rank(self) -> int:
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        return self.comm.size
-
-    @property
-    def meter(self) -> Meter:
-        """Payload bytes sent and seconds waited: `meter.total.nbytes("foreground")`, `meter.last_step.seconds()`, …"""
-        return self.comm.meter
-
-    @property
-    def lr(self) -> float:
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
-
-    def pack_gradient(self) -> Tensor:
-        return self._flat.pack_gradient()
-
-    def unpack_gradient(self, packed: Tensor) -> None:
-        self._flat.unpack_gradient(packed)
-
-    def gradients(self) -> list[Tensor | None]:
-        return self._flat.gradients()
-
-    def views(self, vector: Tensor) -> list[Tensor]:
-        return self._flat.views(vector)
-
-    def moments(self) -> dict[str, Tensor]:
-        if self._moment_names is None:
-            # A rank whose parameters had no gradient yet has no optimizer state: use the names that any rank has.
-            own = [self._flat.moment_names(), bool(self.optimizer.state)]
-            notes = self.comm.meet("averaging the optimizer's state", own)
-            names = sorted({name for names, _ in notes for name in names})
-            if not names and not all(has_state for _, has_state in notes):
-                return {}  # some rank has had no gradient yet, so names may still appear
-            self._moment_names = names
-        return self._flat.moments(self._moment_names)
 
     # What the user calls.
 
@@ -186,11 +138,10 @@ class Worker:
             yield self.model
             return
         own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
-        self._pause()
-        self.comm.meet("consensus()")
+        is_equal = self._meet("consensus()")
         self._in_consensus = True
         try:
-            self._average_model()
+            self._average_model(is_equal)
             square = (own[0] - self.x).double().square().sum().reshape(1)
             mean = self._control.among_members("consensus()", lambda: self._control.mean(square))
             self.consensus_distance = mean.sqrt().item()
@@ -199,7 +150,56 @@ class Worker:
             with torch.no_grad():
                 for mine, saved in zip([self.x, *self.model.buffers()], own, strict=True):
                     mine.copy_(saved)
+            self._changes.end_step()
             self._in_consensus = False
+
+    @torch.no_grad()
+    def average_(self, tensors: Tensor | Iterable[Tensor]) -> None:
+        """Averages tensors of any kind over all workers that train, in place: metrics, an average of weights, ….
+
+        All ranks call it, with tensors of the same shapes. A rank without data passes tensors too, whose values do not
+        count. An entry that is not finite on every rank stays as it is on each.
+
+        Raises:
+            ValueError: a tensor is not of a floating dtype, or the ranks' shapes differ; on every rank.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
+        ...     accuracy = torch.tensor(0.5)  # of this worker's data
+        ...     worker.average_(accuracy)
+        """
+        found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not self._in_consensus:
+            self._pause()
+        require_same_forms(self.comm, found)
+        average_tensors(self._control, found, self._weight())
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Makes the present weights the new agreed start, after the same weights were loaded on all ranks.
+
+        All ranks call it. The method drops what is in flight and begins anew; the optimizer's state is kept. Weights
+        that are loaded inside the block without it are mixed with what other workers have sent before.
+
+        Raises:
+            ValueError: the ranks hold different parameters; names those that differ from the others, on every rank.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> best = {name: value.clone() for name, value in model.state_dict().items()}
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.Divisible()) as worker:
+        ...     _ = model.load_state_dict(best)
+        ...     worker.reset()
+        """
+        if self._in_consensus:
+            raise RuntimeError("worker.reset() must not be called inside consensus(): its changes would be lost")
+        self._watch.finish()
+        self._pause()
+        checksums = self.comm.meet("reset()", checksum(*self.model.parameters()))
+        self._watch.require_same_parameters(checksums, "reset()")
+        self.method.reset(self)
+        self._changes.forget()
 
     @torch.no_grad()
     def serve(self) -> None:
@@ -217,7 +217,7 @@ class Worker:
             raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
         while self.method.await_step(self):
             self._begin_step()
-            self.method.after_step(self)
+            self._finish_step()
 
     def save(self, directory: str | Path, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
         """Writes a checkpoint of model, optimizer, worker and random numbers of all ranks. All ranks call it.
@@ -235,7 +235,7 @@ class Worker:
             ValueError: `extra` cannot be loaded again, or another job saves to `directory`.
             OSError: a rank could not write. Nothing of this save is left, and earlier checkpoints stay.
         """
-        self._pause()
+        self._meet("save()")
         checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
@@ -255,6 +255,7 @@ class Worker:
         Warns:
             UserWarning: the newest checkpoint is damaged, and the one before it was loaded.
         """
+        self._watch.finish()
         self._pause()
         return checkpoint.load(self, Path(directory), self._known_checkpoints)
 
@@ -291,6 +292,7 @@ class Worker:
         self.step, self._step_call = saved["step"], None
         self.method.load_state_dict(checkpoint.cloned(saved["method"]))
         self.generator.set_state(saved["generator"])
+        self._changes.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -304,11 +306,15 @@ class Worker:
             self.comm.fail(error)
             return
         try:
-            self._pause()
-            self.comm.meet("the end of the worker")
+            is_equal = self._meet("the end of the worker")
+            # Weights that all ranks have loaded, say the best ones, are the result: messages in flight do not change
+            # them.
+            agreed = self.x.clone() if is_equal else None
             with torch.no_grad():
                 self.method.drain(self)
-            self._average_model()
+                if agreed is not None:
+                    self.x.copy_(agreed)
+            self._average_model(is_equal)
             self.comm.close()
         except BaseException as late:
             self.comm.fail(late)
@@ -330,8 +336,12 @@ class Worker:
         if not self.method.trains(self.rank):
             raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
         self._flat.check()
+        self._changes.check(self.step, self.size)
+        self._watch.before_step(caller)
         self._begin_step()
         self._step_call = caller
+        # The last hook of all, so that what the user's hooks do to x counts as a part of the step.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _begin_step(self) -> None:
@@ -346,28 +356,62 @@ class Worker:
         if sys._getframe(1) is not self._step_call:
             return
         self._step_call = None
-        with torch.no_grad():
-            start = self.comm.now()
-            self.method.after_step(self)
-            self.meter.add_method(self.comm.now() - start)
+        self._finish_step()
+
+    @torch.no_grad()
+    def _finish_step(self) -> None:
+        start = self.comm.now()
+        self.method.after_step(self)
+        self._watch.after_step(self)
+        self.meter.add_method(self.comm.now() - start)
+        self.meter.end_step()
+
+    def _after_hooks(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._step_call is None:  # not in a step() that is called by another step()
+            self._changes.end_step()
+
+    def _meet(self, what: str) -> bool:
+        """Waits for all ranks between two steps, and compares them. Returns whether all hold the same x."""
+        self._watch.finish()
+        self._pause()
+        is_equal = self._watch.compare(self.comm.meet(what, self._watch.note(self)), self)
+        self._changes.check(self.step, self.size, is_agreed=is_equal)
+        return is_equal
 
     @torch.no_grad()
     def _pause(self) -> None:
         self.method.pause(self)
 
-    def _average_model(self) -> None:
+    def _trainers(self) -> list[int]:
+        return [rank for rank in self.comm.members if self.method.trains(rank)]
+
+    def _weight(self) -> float:
+        """Returns how often this rank's values count in a mean over all members that stands for one over trainers."""
+        trainers = self._trainers()
+        return len(self.comm.members) / len(trainers) if self.rank in trainers else 0.0
+
+    def _average_model(self, is_equal: bool) -> None:
         tensors = [self.x, *self.model.buffers()]
         local = [tensor.clone() for tensor in tensors] if self.comm.can_lose_members else []
 
         def average() -> None:
             for tensor, value in zip(tensors, local, strict=False):
                 tensor.copy_(value)  # in case an attempt has failed
-            members = self.comm.members
-            trainers = [rank for rank in members if self.method.trains(rank)]
-            average_model(self._control, self.model, self.x, trainers, members)
+            average_model(self._control, self.model, self.x, self._trainers(), self._weight(), is_equal=is_equal)
 
         with torch.no_grad():
             self._control.among_members("the average of all models", average)
+
+
+def _check_arguments(model: object, optimizer: object, timeout: object, seed: object, comm: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+    check_number("timeout", timeout, most=MOST_SECONDS, above=0)
+    check_seed(seed)
+    if comm is not None and not isinstance(comm, Comm):
+        raise ValueError(f"comm must be None or a laconic.Comm, not {comm!r}")
 
 
 def _is_within(call: FrameType, frame: FrameType | None) -> bool:

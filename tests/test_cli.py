@@ -79,7 +79,7 @@ def test_rho_sets_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = rate_for(2.0, Plan(Digits(model="mlp"), workers=2, steps=100))
     assert rate.endswith("mbit")
     assert float(rate[:-4]) > 0
-    with pytest.raises(ValueError, match="rho must be more than 0, not -1"):
+    with pytest.raises(ValueError, match="rho must be a finite number above 0, not -1"):
         rate_for(-1, Plan(Digits(), workers=2, steps=100))
 
 
@@ -104,14 +104,19 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("train local_sgd --worker 4", "is called 'worker'; did you mean workers"),
         ("train local_sgd --workers 0", "workers must be from 1 to 64, not 0"),
         ("train local_sgd --workers 1000", "workers must be from 1 to 64, not 1000"),
-        ("train local_sgd --steps 0", "steps must be at least 1, not 0"),
+        ("train local_sgd --steps 0", "steps must be a whole number, at least 1, not 0"),
         ("train local_sgd --link fast", "fast"),
         ("train local_sgd --link 1gbit --rho 2", "give either --link or --rho, not both"),
         ("train local_sgd --resume nowhere", "nowhere has no checkpoint to resume from"),
         ("train ddp --resume nowhere", "ddp has no checkpoints"),
         ("train local_sgd --partition pies", "pies"),
+        ("train local_sgd --save-every -1", "save_every must be a whole number, at least 1, not -1"),
+        ("train local_sgd --rho inf", "rho must be a finite number above 0, not inf"),
+        ("train local_sgd --seed -1", "seed must be a whole number from 0 to 18446744073709551615, not -1"),
+        (f"train local_sgd --period {10**20}", f"period must be a whole number from 1 to 2147483647, not {10**20}"),
+        ("compare --target-accuracy nan", "target_accuracy must be a finite number, not nan"),
         ("compare --methods ddp,pdd", "no method or baseline is called 'pdd'"),
-        ("compare --seeds 0", "seeds must be at least 1, not 0"),
+        ("compare --seeds 0", "seeds must be a whole number, at least 1, not 0"),
         ("data mnist", "mnist"),
         ("methods --loud yes", "laconic methods has no option --loud"),
         ("store --port 65536", "--port must be from 0 (any free port) to 65535, not 65536"),

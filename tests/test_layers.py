@@ -15,7 +15,7 @@ PACKAGE = Path(laconic.__file__).parent
 # From the lowest to the highest: a module may use its own package and everything in the layers before its own. Modules
 # of one layer do not use each other. "laconic" is the package's __init__.py, what users import.
 LAYERS: list[list[str]] = [
-    ["names", "version", "forms"],
+    ["names", "rules", "version", "forms"],
     ["topology", "compress"],
     ["comm"],
     ["method"],
@@ -23,7 +23,8 @@ LAYERS: list[list[str]] = [
     ["anchor"],
     ["methods"],
     ["flat"],
-    ["agreement", "consensus"],
+    ["agreement", "consensus", "replica", "watch"],
+    ["changes"],
     ["checkpoint"],
     ["worker", "launch", "kernels"],
     ["laconic", "preload"],

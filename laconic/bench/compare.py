@@ -12,6 +12,7 @@ from typing import Protocol
 from laconic.bench.record import Record, RunsFile, StepTime
 from laconic.bench.run import Plan, run
 from laconic.bench.strategies import Contender, parse_contender
+from laconic.rules import check_number
 
 
 class ProgressDisplay(Protocol):
@@ -58,8 +59,7 @@ def rate_for(rho: float, plan: Plan) -> str:
     Raises:
         ValueError: `rho` is not positive, or there is only one worker.
     """
-    if not rho > 0:
-        raise ValueError(f"rho must be more than 0, not {rho}")
+    check_number("rho", rho, above=0)
     if plan.workers < 2:
         raise ValueError("rho needs at least 2 workers: one worker alone sends nothing")
     short = dataclasses.replace(plan, link="none", steps=30, evaluations=1, checkpoint=None)

@@ -26,6 +26,7 @@ from laconic.bench.record import Point, Record, StepTime
 from laconic.bench.strategies import Contender, Reading
 from laconic.emulate import hosts_behind
 from laconic.launch import WorkerFailed, spawn
+from laconic.rules import check_count, check_number, check_seed
 from laconic.tasks import Task
 
 PRELOAD = ["laconic.preload", "laconic.bench.run"]
@@ -74,8 +75,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("workers", "steps", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            check_count(name, getattr(self, name))
+        check_seed(self.seed)
+        if self.rho is not None:
+            check_number("rho", self.rho, above=0)
+        if self.save_every is not None:
+            check_count("save_every", self.save_every)
 
 
 @dataclass

@@ -53,34 +53,49 @@ class Counts:
 
 
 class Meter:
-    """Counts for the whole run (`total`) and since the beginning of the current step (`last_step`).
+    """Counts for the whole run (`total`) and for the last step (`last_step`).
+
+    A step counts from the end of the step before it to its own end. So the counts of all steps, and of what follows
+    the last one, add up to `total`. Before the first step has ended, `last_step` is empty.
 
     Channels: `foreground` is traffic that a step may wait for, `background` is traffic that it does not wait for,
-    `control` is traffic outside of steps (the broadcast at the start, `consensus()`, the average at the end).
+    `control` is the worker's own traffic (the broadcast at the start, `consensus()`, the average at the end, and 32
+    bytes now and then by which the ranks compare themselves).
 
     >>> meter = Meter()
-    >>> meter.add("foreground", "mean", calls=1, nbytes=400, seconds=0.5)
     >>> meter.begin_step(1)
-    >>> meter.total.seconds("foreground"), meter.last_step.seconds("foreground")
-    (0.5, 0.0)
+    >>> meter.add("foreground", "mean", calls=1, nbytes=400)
+    >>> meter.end_step()
+    >>> meter.add("background", "exchange", calls=1, nbytes=80)  # between two steps
+    >>> meter.last_step.nbytes(), meter.total.nbytes()
+    (400, 480)
+    >>> meter.begin_step(2)
+    >>> meter.end_step()
+    >>> meter.last_step.nbytes()
+    80
     """
 
     def __init__(self) -> None:
         self.step = 0  # the current step, for error messages
         self.total = Counts()
         self.last_step = Counts()
+        self.current_step = Counts()  # since the last step ended
         self._lock = threading.Lock()
         self._training_thread = threading.get_ident()
 
     def begin_step(self, step: int) -> None:
-        """Sets the current step, and clears `last_step`."""
+        """Sets the current step."""
         self.step = step
-        self.last_step = Counts()
+
+    def end_step(self) -> None:
+        """Makes the counts since the end of the step before those of `last_step`."""
+        with self._lock:
+            self.last_step, self.current_step = self.current_step, Counts()
 
     def add(self, channel: str, verb: str, *, calls: int = 0, nbytes: int = 0, seconds: float = 0.0) -> None:
         """Adds to the counts. Any thread may call this; seconds of the training thread also count as `waited`."""
         with self._lock:
-            for counts in (self.total, self.last_step):
+            for counts in (self.total, self.current_step):
                 tally = counts.tallies.get((channel, verb))
                 if tally is None:
                     tally = counts.tallies[channel, verb] = Tally()
@@ -92,7 +107,7 @@ class Meter:
 
     def add_method(self, seconds: float) -> None:
         """Adds seconds that the training thread spent in the method's hooks."""
-        for counts in (self.total, self.last_step):
+        for counts in (self.total, self.current_step):
             counts.method_seconds += seconds
 
 

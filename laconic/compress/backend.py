@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_IMPORTS_NUMBA = re.compile(rb"^\s*(?:import|from) numba\b", re.MULTILINE)
+_IMPORTS_NUMBA = re.compile(rb"^\s*(?:import numba|from numba|from laconic\.compress\.jit)\b", re.MULTILINE)
 _IMPORTS_PACKAGE = re.compile(rb"^from laconic\.([.\w]+) import", re.MULTILINE)
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from laconic.compress import packing
 from laconic.compress.backend import kernels_for
 from laconic.compress.compressor import Compressor, check_finite, not_finite
+from laconic.rules import MOST
 
 BLOCK = 2048
 
@@ -173,5 +174,5 @@ class Blockwise(Compressor):
 
 def check_block(block: int) -> None:
     """Raises ValueError unless `block` is a positive multiple of 64."""
-    if block < 64 or block % 64:
-        raise ValueError(f"block must be a positive multiple of 64, not {block}")
+    if type(block) is not int or not 64 <= block <= MOST or block % 64:
+        raise ValueError(f"block must be a positive multiple of 64, at most {MOST}, not {block!r}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laconic.compress.backend import kernels_for
 from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, reinterpret
+from laconic.rules import check_choice
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ class Half(Compressor):
     format: Literal["fp16", "bf16"] = "fp16"
 
     def __post_init__(self) -> None:
-        if self.format not in ("fp16", "bf16"):
-            raise ValueError(f"format must be fp16 or bf16, not {self.format}")
+        check_choice("format", self.format, ("fp16", "bf16"))
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from laconic.compress.blockwise import BLOCK, Blockwise, check_block
 from laconic.compress.random import derive_key, uniform_noise
+from laconic.rules import check_count, check_flag, check_seed
 
 TERNARY_FACTOR = 3.0  # the nonzero level of `Ternary` and `Pick`, in mean magnitudes of the block
 
@@ -127,8 +128,7 @@ class Pick(Blockwise):
     _kernel_kind = "PICK_KIND"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.of <= 7:  # 7 entries · 2 signs + "none" = 15 symbols fit into 4 bits
-            raise ValueError(f"of must be from 2 to 7, not {self.of}")
+        check_count("of", self.of, least=2, most=7)  # 7 entries · 2 signs + "none" = 15 symbols fit into 4 bits
         check_block(self.block)
 
     @property
@@ -220,8 +220,7 @@ class Log(Blockwise):
     _kernel_kind = "LOG_KIND"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 6:
-            raise ValueError(f"bits must be from 2 to 6, not {self.bits}")
+        check_count("bits", self.bits, least=2, most=6)
         check_block(self.block)
 
     @property
@@ -280,9 +279,10 @@ class Uniform(Blockwise):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"bits must be from 2 to 8, not {self.bits}")
+        check_count("bits", self.bits, least=2, most=8)
+        check_flag("stochastic", self.stochastic)
         check_block(self.block)
+        check_seed(self.seed)
 
     @property
     def _kernel_kind(self) -> str:

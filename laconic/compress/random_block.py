@@ -7,6 +7,7 @@ from torch import Tensor
 
 from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, reinterpret
 from laconic.compress.random import derive_key, permuted_index
+from laconic.rules import check_number, check_seed
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class RandomBlock(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ratio < float("inf"):
-            raise ValueError(f"ratio must be finite and at least 1, not {self.ratio}")
+        check_number("ratio", self.ratio, least=1)
+        check_seed(self.seed)
 
     def length(self, numel: int) -> int:
         """Returns the number of entries in a block."""

@@ -9,6 +9,7 @@ from laconic.compress.quantizers import Log, Pick, Sign, Ternary, Uniform
 from laconic.compress.random_block import RandomBlock
 from laconic.compress.topk import TopK
 from laconic.names import look_up
+from laconic.rules import check_text
 
 NAMES: dict[str, type[Compressor]] = {
     cls.__name__.lower(): cls for cls in (Identity, Half, Sign, Ternary, Pick, Log, Uniform, TopK, RandomBlock)
@@ -38,6 +39,7 @@ def parse(text: str) -> Compressor:
         >>> str(parse("log:4:block=1024"))
         'log:4:block=1024'
     """
+    check_text("a compressor", text, "log:3")
     name, *arguments = text.strip().split(":")
     cls = look_up("compressor", name, NAMES)
     settings = {field.name: field for field in settings_of(cls)}

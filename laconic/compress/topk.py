@@ -10,6 +10,7 @@ from torch import Tensor
 from laconic.compress import packing
 from laconic.compress.backend import kernels_for
 from laconic.compress.compressor import Compressor, check_finite, not_finite
+from laconic.rules import check_number
 
 
 class _Sections(NamedTuple):
@@ -52,8 +53,7 @@ class TopK(Compressor):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.ratio <= 1.0:
-            raise ValueError(f"ratio must be above 0 and at most 1, not {self.ratio}")
+        check_number("ratio", self.ratio, most=1, above=0)
 
     def _sections(self, numel: int) -> _Sections:
         if numel == 0:

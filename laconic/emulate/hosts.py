@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from laconic.emulate.links import parse_links
+from laconic.emulate.links import check_hosts, parse_links
 from laconic.emulate.network import Host, Network
 
 
@@ -23,6 +23,7 @@ def hosts_behind(link: str, workers: int) -> Iterator[Sequence[Host] | None]:
     ...     print(hosts)
     None
     """
+    check_hosts(workers, "workers on an emulated network")
     if link == "none":
         yield None
         return

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from math import ceil
 
+from laconic.rules import check_number, check_text
+
 MAX_HOSTS = 64
 FRAME_NBYTES = 1514  # a full Ethernet frame, as the shaper counts it
 PAYLOAD_NBYTES = 1448  # the TCP payload of a full frame
@@ -38,12 +40,14 @@ class Link:
     loss: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("bits_per_second", "delay_seconds", "loss"):
+            check_number(name, getattr(self, name))
         if not 1e6 <= self.bits_per_second <= 1e10:
             raise ValueError(f"a link's rate must be between 1mbit and 10gbit, not {self.bits_per_second} bit/s")
         if not 0 <= self.delay_seconds <= 10:
             raise ValueError(f"a link's delay must be between 0 and 10 seconds, not {self.delay_seconds}")
         if not 0 <= self.loss < 1:
-            raise ValueError(f"a link's loss must be at least 0 and less than 100 %, not {self.loss:.6g}")
+            raise ValueError(f"a link's loss must be at least 0 and less than 1 (100 %), not {self.loss!r}")
 
     @property
     def needs_netem(self) -> bool:
@@ -99,6 +103,7 @@ def parse_link(text: str) -> Link:
         >>> parse_link("10mbit+20ms+1%")
         Link(bits_per_second=10000000, delay_seconds=0.02, loss=0.01)
     """
+    check_text("a link", text, "100mbit")
     match = _PATTERN.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(f"a link must be written {_GRAMMAR}, not {text!r}")
@@ -126,7 +131,8 @@ def parse_links(text: str, workers: int) -> list[Link]:
         >>> [link.bits_per_second for link in parse_links("100mbit,1gbit", workers=2)]
         [100000000, 1000000000]
     """
-    check_count(workers, "workers on an emulated network")
+    check_hosts(workers, "workers on an emulated network")
+    check_text("links", text, "100mbit,1gbit")
     links = [parse_link(part) for part in text.split(",")]
     if len(links) == 1:
         return links * workers
@@ -137,7 +143,7 @@ def parse_links(text: str, workers: int) -> list[Link]:
     return links
 
 
-def check_count(count: int, what: str) -> None:
+def check_hosts(count: int, what: str) -> None:
     """Raises ValueError unless `count` is between 1 and MAX_HOSTS."""
-    if not 1 <= count <= MAX_HOSTS:
-        raise ValueError(f"{what} must be between 1 and {MAX_HOSTS}, not {count}")
+    if type(count) is not int or not 1 <= count <= MAX_HOSTS:
+        raise ValueError(f"{what} must be between 1 and {MAX_HOSTS}, not {count!r}")

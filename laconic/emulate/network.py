@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from laconic.emulate import holder
-from laconic.emulate.links import Link, check_count
+from laconic.emulate.links import Link, check_hosts
 
 
 class EmulationError(RuntimeError):
@@ -104,7 +104,9 @@ class Network:
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
-        check_count(len(links), "hosts of an emulated network")
+        if not isinstance(links, Sequence) or not all(isinstance(link, Link) for link in links):
+            raise ValueError(f"links must be a list of links, one for each host, not {links!r}")
+        check_hosts(len(links), "hosts of an emulated network")
         self.links = tuple(links)
         self.hosts: list[Host] = []
         self._holder: subprocess.Popen[bytes] | None = None

@@ -30,11 +30,12 @@ from torch import Tensor
 from laconic.comm import Dialogue, Gossip
 from laconic.comm.finite import is_finite
 from laconic.forms import Real, Whole
-from laconic.method import Method, Replica, check_count, mean_of, state
+from laconic.method import Method, Replica, check_count, check_flag, check_number, mean_of, state
 from laconic.methods.gossip_foreground import draw_matchings, run_dialogue
 from laconic.methods.gossip_rate import WINDOW, RateWatch, due_exchanges
 from laconic.topology import TOPOLOGIES, Topology, named
 
+MAX_RATE = 1000.0  # exchanges per step; more are a typing error, and would never end
 MIN_SCALE = 1e-3  # the factor of δ is folded into the vector below this, before it loses precision
 MIN_PIECE_NUMEL = 1 << 15  # an exchange sends x in pieces of at least this many entries
 MAX_EXCHANGE_STEPS = 16  # local steps after which an exchange with `rate="auto"` ends, with only a part of x
@@ -128,11 +129,10 @@ class A2CiD2(Method):
                 named(self.topology, 1)  # raises, suggesting similar names
         elif not isinstance(self.topology, Topology):
             raise ValueError(f"topology must be a name or a laconic.topology.Topology, not {self.topology!r}")
-        if self.rate != "auto" and not (isinstance(self.rate, (int, float)) and 0 < self.rate < math.inf):
-            raise ValueError(f'rate must be "auto" or more than 0 exchanges per step, not {self.rate!r}')
-        for name in ("momentum", "background"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.rate != "auto":
+            check_number('rate (exchanges per step, or "auto")', self.rate, most=MAX_RATE, above=0)
+        check_flag("momentum", self.momentum)
+        check_flag("background", self.background)
         check_count("slack", self.slack)
 
     def setup(self, worker: Replica) -> None:
@@ -154,6 +154,8 @@ class A2CiD2(Method):
         if worker.comm.size == 1:
             return
         if self._gossip is None:
+            # All ranks raise here, and not only those that would exchange with a rank whose x is not finite.
+            worker.comm.mean(torch.tensor([0.0 if is_finite(worker.x) else math.nan]))
             self._finish_step()
             self.backlog += 1.0 if self.rate == "auto" else self.rate
             pairs, self.backlog = draw_matchings(self._graph, self.backlog, worker.generator)
@@ -181,6 +183,27 @@ class A2CiD2(Method):
         # At a common clock value the mean of x is exactly the mean of x₀ and of all local steps.
         self._mix(max(worker.comm.meet("the end of gossip", self.clock)))
         self._apply_pending()
+
+    def reset(self, worker: Replica) -> None:
+        if self._gossip is not None:
+            self._gossip.pause()  # until the next step
+            worker.comm.meet("reset()")
+        self.delta.zero_()
+        self.pending.zero_()
+        self.scale, self.pending_mix, self.backlog = 0.0, 0.0, 0.0
+        self._pending_slices, self._local_x = [], self._x
+        self._positions.clear()
+
+    def common(self, worker: Replica) -> Literal["nothing", "step"]:
+        return "nothing" if self.background else "step"
+
+    def changed_outside(self) -> str | None:
+        if not self.background:
+            return None
+        return (
+            "exchanges with other workers go on meanwhile, so the mean of all models would not become what they were "
+            "changed to"
+        )
 
     def metrics(self) -> dict[str, float]:
         """Returns counts of exchanges.

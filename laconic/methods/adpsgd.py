@@ -6,12 +6,13 @@ Learning", arXiv 2007.06134. (Not AD-PSGD, the asynchronous gossip of Lian et al
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from laconic.compress import Compressor
 from laconic.forms import Form, Real, Whole
-from laconic.method import Replica, check_choice, check_count, state
+from laconic.method import Replica, check_choice, check_count, check_number, state
 from laconic.methods.averaging import Averaging, Moments, check_compressor
 
 
@@ -81,7 +82,10 @@ class ADPSGD(Averaging):
         for name in ("total_steps", "calibration"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        if not 0 <= self.low < self.high:
+        check_number("low", self.low, least=0)
+        if not (isinstance(self.high, float) and self.high == math.inf):
+            check_number("high", self.high)
+        if not self.low < self.high:
             raise ValueError(f"low must be at least 0 and less than high={self.high!r}, not {self.low!r}")
         if self.initial_period > self.max_period:
             raise ValueError(f"initial_period must be at most max_period={self.max_period}, not {self.initial_period}")

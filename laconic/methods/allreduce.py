@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from laconic.method import Method, Replica
 
@@ -27,3 +28,6 @@ class AllReduce(Method):
     def before_step(self, worker: Replica) -> None:
         packed = worker.pack_gradient()
         worker.unpack_gradient(worker.comm.mean(packed, out=packed))
+
+    def common(self, worker: Replica) -> Literal["x"]:
+        return "x"

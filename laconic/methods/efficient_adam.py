@@ -16,8 +16,9 @@ from torch import Tensor
 from laconic.comm import Comm, Pending
 from laconic.comm.coded_mean import CodedMean, Part, block_of, split
 from laconic.compress import Compressor, Identity, Log
-from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.method import Method, Replica, check_choice, check_count, check_flag, state
 
+MOST_RANKS = 2**16
 STEP, PAUSE = 1, 0  # what comes next, announced to a dedicated server
 
 
@@ -78,10 +79,9 @@ class EfficientAdam(Method):
         for name in ("up", "down"):
             if not isinstance(getattr(self, name), Compressor):
                 raise ValueError(f"{name} must be a compressor such as Log(3), not {getattr(self, name)!r}")
-        if self.server != "sharded" and (type(self.server) is not int or self.server < 0):
+        if self.server != "sharded" and (type(self.server) is not int or not 0 <= self.server < MOST_RANKS):
             raise ValueError(f'server must be "sharded" or a rank, not {self.server!r}')
-        if not isinstance(self.dedicated, bool):
-            raise ValueError(f"dedicated must be True or False, not {self.dedicated!r}")
+        check_flag("dedicated", self.dedicated)
         if self.dedicated and self.server == "sharded":
             raise ValueError("dedicated=True needs one parameter server: server must be a rank, not 'sharded'")
         check_count("exact_below", self.exact_below, least=0)
@@ -175,6 +175,13 @@ class EfficientAdam(Method):
             self._announced.wait()
         if self.moments == "averaged" and worker.step % self.moments_every == 0:
             self._average_moments(worker)
+
+    def reset(self, worker: Replica) -> None:
+        self.e.zero_()
+        self.e_server.zero_()
+
+    def common(self, worker: Replica) -> Literal["x"]:
+        return "x"
 
     def _average_moments(self, worker: Replica) -> None:
         for vector in worker.moments().values():

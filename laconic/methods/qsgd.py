@@ -7,7 +7,7 @@ arXiv 1610.02132.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -65,3 +65,6 @@ class QSGD(Method):
         self._mean.average(gradient, step=worker.step, out=gradient)
         flags.copy_(torch.stack(gathered.wait()).amax(dim=0))
         worker.unpack_gradient(packed)
+
+    def common(self, worker: Replica) -> Literal["x"]:
+        return "x"

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from laconic.rules import check_choice, check_flag
 from laconic.tasks.classification import Classification, Split, split_arrays
 from laconic.tasks.data import images
-from laconic.tasks.task import require_choice
 from laconic.tasks.vision import resnet
 
 MODELS = ("resnet8", "resnet20")
@@ -44,7 +44,9 @@ class Cifar10(Classification):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("model", self.model, MODELS)
+        check_choice("model", self.model, MODELS)
+        check_flag("subset", self.subset)
+        check_flag("augment", self.augment)
 
     def build_model(self) -> nn.Module:
         return resnet(blocks=1 if self.model == "resnet8" else 3, width=16)

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from torch import nn
 
+from laconic.rules import check_choice
 from laconic.tasks.classification import Classification, Images, Split
-from laconic.tasks.task import require_choice
 from laconic.tasks.vision import cnn, mlp
 
 MODELS = ("cnn", "mlp", "wide")
@@ -45,7 +45,7 @@ class Digits(Classification):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("model", self.model, MODELS)
+        check_choice("model", self.model, MODELS)
 
     def build_model(self) -> nn.Module:
         match self.model:

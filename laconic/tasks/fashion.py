@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from laconic.rules import check_choice
 from laconic.tasks.classification import Classification, Split, split_arrays
 from laconic.tasks.data import images
-from laconic.tasks.task import require_choice
 from laconic.tasks.vision import cnn, mlp
 
 MODELS = ("mlp", "cnn")
@@ -35,7 +35,7 @@ class Fashion(Classification):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("model", self.model, MODELS)
+        check_choice("model", self.model, MODELS)
 
     def build_model(self) -> nn.Module:
         match self.model:

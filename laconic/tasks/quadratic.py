@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from laconic.rules import check_count, check_number
 from laconic.tasks.order import generator
 from laconic.tasks.task import Batch, Shard, Task, device_of, evaluation_mode
 
@@ -65,12 +65,9 @@ class Quadratic(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dimension < 1:
-            raise ValueError(f"dimension must be at least 1, not {self.dimension!r}")
-        if not (self.condition >= 1 and math.isfinite(self.condition)):
-            raise ValueError(f"condition must be a number of at least 1, not {self.condition!r}")
-        if not (self.noise >= 0 and math.isfinite(self.noise)):
-            raise ValueError(f"noise must be a number of at least 0, not {self.noise!r}")
+        check_count("dimension", self.dimension)
+        check_number("condition", self.condition, least=1)
+        check_number("noise", self.noise, least=0)
 
     def build_model(self) -> nn.Module:
         """Returns a model with zero weights, at distance 1 from the optimum, for every seed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.rules import check_count, check_flag, check_number
 from laconic.tasks.data import text
 from laconic.tasks.order import Order
 from laconic.tasks.partition import parse_partition, shard_indices
-from laconic.tasks.task import Batch, Shard, Task, device_of, evaluation_mode, require_count
+from laconic.tasks.task import Batch, Shard, Task, device_of, evaluation_mode
 from laconic.tasks.transformer import CharacterModel
 
 ALPHABET_SIZE = 65
@@ -64,13 +64,18 @@ class Shakespeare(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise ValueError(f"betas must be two numbers, not {self.betas!r}")
+        for beta in self.betas:
+            check_number("each of betas", beta, least=0)
+        if not all(beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers from 0 up to, not including, 1, not {self.betas!r}")
         if self.optimizer == "sgd" and tuple(self.betas) != (0.9, 0.999):
             raise ValueError(f"betas are for adam and adamw: remove betas={self.betas!r}, or choose another optimizer")
-        if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
-            raise ValueError(f"clip must be a number above 0 or None, not {self.clip!r}")
-        require_count("accumulate", self.accumulate)
+        if self.clip is not None:
+            check_number("clip", self.clip, above=0)
+        check_count("accumulate", self.accumulate)
+        check_flag("decay_matrices_only", self.decay_matrices_only)
 
     def build_model(self) -> nn.Module:
         return CharacterModel(ALPHABET_SIZE, width=128, layers=4, heads=4)

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from laconic.rules import check_choice, check_count, check_number, check_text
 from laconic.tasks.partition import parse_partition
 
 Batch = tuple[Tensor, ...]
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
+
+MOST_RATE = 1e6  # of lr and weight_decay; larger ones are typing errors
 
 
 class Shard(Protocol):
@@ -70,13 +73,12 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         for field in ("batch_size", "steps"):
-            require_count(field, getattr(self, field))
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr must be a number above 0, not {self.lr!r}")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise ValueError(f"weight_decay must be a number of at least 0, not {self.weight_decay!r}")
-        require_choice("optimizer", self.optimizer, OPTIMIZERS)
-        require_choice("schedule", self.schedule, SCHEDULES)
+            check_count(field, getattr(self, field))
+        check_number("lr", self.lr, above=0, most=MOST_RATE)
+        check_number("weight_decay", self.weight_decay, least=0, most=MOST_RATE)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_text("partition", self.partition, "iid")
         parse_partition(self.partition)
         if self.partition.partition(":")[0] not in self.partitions:
             raise ValueError(f"{self.name}: partition must be {' or '.join(self.partitions)}, not {self.partition!r}")
@@ -144,18 +146,6 @@ class Task(ABC):
             return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
 
         return LambdaLR(optimizer, factor)
-
-
-def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{field} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def require_count(field: str, value: object) -> None:
-    """Raises ValueError unless `value` is an int of at least 1. Rejects bool, which is a subclass of int."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{field} must be a whole number of at least 1, not {value!r}")
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -80,3 +80,19 @@ def test_the_sources_of_all_kernels_are_found():
     names = {str(source.relative_to(package)) for source in backend.kernel_sources(package)}
     assert {"compress/kernels/bits.py", "compress/quantizers.py", "tasks/data/archive.py"} <= names
     assert "worker.py" not in names
+
+
+WITHOUT_A_CACHE = """
+import logging, torch
+from numba.core import caching
+caching.CacheImpl._locator_classes = []  # as where no folder can be written
+logging.basicConfig()
+from laconic.compress.jit import njit
+double, triple = njit(nogil=True)(lambda x: 2 * x), njit()(lambda x: 3 * x)
+assert double(4) == 8 and triple(4) == 12
+"""
+
+
+def test_without_a_writable_folder_kernels_are_not_cached_and_the_log_says_so_once():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_A_CACHE], check=True, capture_output=True, text=True)
+    assert done.stderr.count("numba finds no folder that it can write its cache to") == 1

@@ -44,7 +44,7 @@ def test_errors_name_the_text_and_the_grammar(text: str) -> None:
         ("0mbit", "between 1mbit and 10gbit, not 0 bit/s"),
         ("11gbit", "between 1mbit and 10gbit, not 11000000000 bit/s"),
         ("10mbit+11s", "between 0 and 10 seconds, not 11.0"),
-        ("10mbit+100%", "less than 100 %, not 1"),
+        ("10mbit+100%", "less than 1 (100 %), not 1.0"),
     ],
 )
 def test_values_out_of_range_are_rejected(text: str, rule: str) -> None:

@@ -226,7 +226,7 @@ def test_consensus_distance() -> None:
     [
         ({"topology": "rign"}, "no topology is called 'rign'; did you mean ring"),
         ({"topology": 4}, "topology must be a name or a laconic.topology.Topology, not 4"),
-        ({"rate": 0}, 'rate must be "auto" or more than 0 exchanges per step, not 0'),
+        ({"rate": 0}, 'or "auto"\\) must be a finite number above 0 and at most 1000, not 0'),
         ({"rate": -1.0}, "not -1.0"),
         ({"rate": "often"}, "not 'often'"),
         ({"rate": float("nan")}, "not nan"),

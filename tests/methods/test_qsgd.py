@@ -115,5 +115,5 @@ def test_a_gradient_that_is_not_finite_raises_on_all_ranks_and_names_the_rank(ba
 
 @pytest.mark.parametrize("bits", [1, 9])
 def test_bad_bits(bits: int) -> None:
-    with pytest.raises(ValueError, match=f"bits must be from 2 to 8, not {bits}"):
+    with pytest.raises(ValueError, match=f"bits must be a whole number from 2 to 8, not {bits}"):
         laconic.QSGD(bits)

@@ -322,11 +322,11 @@ def test_weight_decay_of_matrices_only_and_betas():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0"),
-        ({"betas": (0.9,)}, "betas must be two numbers from 0"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
         ({"betas": (0.9, 0.95), "optimizer": "sgd"}, "betas are for adam and adamw"),
-        ({"clip": 0.0}, "clip must be a number above 0 or None, not 0.0"),
-        ({"accumulate": 0}, "accumulate must be a whole number of at least 1, not 0"),
+        ({"clip": 0.0}, "clip must be a finite number above 0, not 0.0"),
+        ({"accumulate": 0}, "accumulate must be a whole number, at least 1, not 0"),
     ],
 )
 def test_bad_settings_of_the_gpt_recipe(settings, message):
@@ -377,13 +377,13 @@ def test_pairs_of_a_pool_are_the_pairs_of_the_order():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number, at least 1, not 0"),
         ({"batch_size": 1.5}, "not 1.5"),
         ({"batch_size": "8"}, "not '8'"),
-        ({"steps": True}, "steps must be a whole number of at least 1, not True"),
-        ({"lr": 0.0}, "lr must be a number above 0, not 0.0"),
+        ({"steps": True}, "steps must be a whole number, at least 1, not True"),
+        ({"lr": 0.0}, "lr must be a finite number above 0 .*, not 0.0"),
         ({"lr": float("nan")}, "not nan"),
-        ({"weight_decay": -1.0}, "weight_decay must be a number of at least 0, not -1.0"),
+        ({"weight_decay": -1.0}, "weight_decay must be a finite number at least 0 .*, not -1.0"),
         ({"optimizer": "lion"}, "optimizer must be one of adam, adamw, sgd, not 'lion'"),
         ({"schedule": "linear"}, "schedule must be one of cosine, constant, not 'linear'"),
         ({"model": "gpt"}, "model must be one of cnn, mlp, wide, not 'gpt'"),
@@ -405,7 +405,7 @@ def test_text_has_no_classes_to_partition_by(task):
 def test_quadratic_settings():
     with pytest.raises(ValueError, match="quadratic: partition must be iid, not 'classes:2'"):
         Quadratic(partition="classes:2")
-    with pytest.raises(ValueError, match="condition must be a number of at least 1, not 0\\.5"):
+    with pytest.raises(ValueError, match="condition must be a finite number at least 1, not 0\\.5"):
         Quadratic(condition=0.5)
     with pytest.raises(ValueError, match="rank must be"):
         Quadratic().load(2, 2, 0)

@@ -11,8 +11,8 @@ it is the group size `of`), `block` the entries per scale, `feedback` whether `r
 # numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
-from numba import njit
 
+from laconic.compress.jit import njit
 from laconic.compress.kernels.bits import (
     MAGNITUDE,
     NOT_FINITE,
@@ -40,7 +40,7 @@ MINUS_ZERO = np.float32(-0.0)  # the neutral padding: x + −0.0 is x, also for 
 FACTOR = np.float32(TERNARY_FACTOR)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def mean_magnitude(x, r, count, lanes):
     """Returns the mean of |x + r| over `count` entries.
 
@@ -64,14 +64,14 @@ def mean_magnitude(x, r, count, lanes):
     return np.float32(4.0 * lanes[0] / count)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def block_scale(kind, x, r, count, lanes):
     """Returns the scale of the padded block x + r with `count` entries; not finite if one of its entries is not."""
     largest = MINUS_ZERO if kind == SIGN_KIND else float_of(largest_bits_of_sum(x, r))
     return scale_of(kind, largest, x, r, count, lanes)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def scale_of(kind, largest, x, r, count, lanes):
     """Returns the scale of a block whose largest magnitude is known. `Sign` does not use `largest`."""
     if kind not in (SIGN_KIND, TERNARY_KIND, PICK_KIND):
@@ -83,7 +83,7 @@ def scale_of(kind, largest, x, r, count, lanes):
     return level if level < largest else largest
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def find_scales(kind, block, x, residual, feedback, scales):
     """Pass one: writes the scale of every block. Returns False if an entry of x (+ residual) is not finite."""
     lanes = np.empty(LANES, np.float64)
@@ -110,13 +110,13 @@ def find_scales(kind, block, x, residual, feedback, scales):
     return largest < NOT_FINITE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def stride_of(kind, bits, block):
     """Returns the bytes of a block's code: its scale and its packed symbols."""
     return 4 + (picked_nbytes(bits, block) if kind == PICK_KIND else block * bits // 8)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def encode(kind, bits, block, x, residual, feedback, scales, key, out):
     """Pass two: writes scales and packed symbols to `out` and, with `feedback`, the errors to `residual`."""
     symbols, high_halves = np.empty(block, np.uint8), np.empty(block, np.uint16)
@@ -150,7 +150,7 @@ def encode(kind, bits, block, x, residual, feedback, scales, key, out):
             copy_into(residual[start:], r_padded[:count])
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def scales_are_valid(kind, bits, block, code, blocks):
     """Returns whether the scales of all blocks are finite and not negative."""
     stride = stride_of(kind, bits, block)
@@ -161,7 +161,7 @@ def scales_are_valid(kind, bits, block, code, blocks):
     return True
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def decode(kind, bits, block, code, target, accumulate, factor):
     """target = levels or, with `accumulate`, target += factor · levels."""
     unpacked = np.empty(block, np.uint8)

@@ -4,8 +4,8 @@
 # numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
-from numba import njit
 
+from laconic.compress.jit import njit
 from laconic.compress.kernels.bits import (
     MAGNITUDE,
     NOT_FINITE,
@@ -26,24 +26,24 @@ HALF = np.float32(0.5)
 FP16_TO_FP32 = np.float32(2.0**112)  # 127 − 15, the difference of the exponent biases
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def all_finite(x):
     return largest_bits(x) < NOT_FINITE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def sum_is_finite(x, r):
     return largest_bits_of_sum(x, r) < NOT_FINITE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def add_scaled(values, target, factor):
     """target += factor · values."""
     for i in range(target.size):
         target[i] += factor * values[i]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def to_fp16(value):
     """Returns the bits of `value` in fp16, as int32: rounded to nearest even, clamped to the largest number."""
     pattern = bits_of(value)
@@ -56,14 +56,14 @@ def to_fp16(value):
     return np.int32(rounded | and32(np.int32(pattern >> 16), np.int32(0x8000)))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def from_fp16(half):
     """Inverts `to_fp16` up to rounding."""
     magnitude = float_of(shl32(and32(half, np.int32(0x7FFF)), np.int32(13))) * FP16_TO_FP32
     return float_of(np.int32(bits_of(magnitude) | and32(shl32(half, np.int32(16)), SIGN)))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def to_bf16(value):
     """Returns the bits of `value` in bf16, rounded and clamped like `to_fp16`."""
     pattern = bits_of(value)
@@ -74,12 +74,12 @@ def to_bf16(value):
     return np.int32(rounded | and32(np.int32(pattern >> 16), np.int32(0x8000)))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def from_bf16(half):
     return float_of(shl32(half, np.int32(16)))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def encode_half(x, is_bf16, out):
     if is_bf16:
         for i in range(x.size):
@@ -89,7 +89,7 @@ def encode_half(x, is_bf16, out):
             out[i] = np.uint16(to_fp16(x[i]))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def encode_half_with_feedback(x, residual, is_bf16, out):
     """Encodes p = x + residual into `out` and writes the rounding error to `residual`."""
     if is_bf16:
@@ -106,7 +106,7 @@ def encode_half_with_feedback(x, residual, is_bf16, out):
             out[i] = np.uint16(half)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def add_half(code, is_bf16, target, factor):
     """target += factor · decoded."""
     if is_bf16:

@@ -7,20 +7,20 @@
 # numba compiles its own dialect of Python, which mypy would check as Python.
 
 import numpy as np
-from numba import njit
 
+from laconic.compress.jit import njit
 from laconic.compress.kernels.bits import SIGN, add32, and32, bits_of, float_of, shl32
 
 SIGN_KIND, LOG_KIND, PICK_KIND, TERNARY_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(6)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def sign_level(symbol, level):
     """Returns ±scale; `level` holds the bits of the scale."""
     return float_of(np.int32(np.int32(np.int32(symbol) << 31) | level))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def log_level(symbol, mask, exponent, scale):
     """Returns 0 or ±2^(index − mask) · scale, by building the bits of the power of two; `exponent` is 127 − mask."""
     index = and32(np.int32(symbol), mask)
@@ -29,13 +29,13 @@ def log_level(symbol, mask, exponent, scale):
     return float_of(np.int32(power | sign)) * scale
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def uniform_level(symbol, offset, unit, scale):
     """Returns (symbol − offset) · unit · scale."""
     return (np.float32(np.int32(np.int32(symbol) - offset)) * unit) * scale
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def levels_of(kind, bits, symbols, scale, values):
     """values = levels of the symbols. Not for `Pick`."""
     top = np.int32((1 << (bits - 1)) - 1)
@@ -53,7 +53,7 @@ def levels_of(kind, bits, symbols, scale, values):
             values[i] = uniform_level(symbols[i], top, unit, scale)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def add_levels(kind, bits, symbols, scale, weight, target):
     """target += weight · levels of the symbols. Not for `Pick`."""
     top = np.int32((1 << (bits - 1)) - 1)

@@ -119,6 +119,18 @@ class Averaging(Method):
             merged["owner_residual"] = whole[mine.start : mine.stop]
         return x, merged
 
+    def reset(self, worker: Replica) -> None:
+        self.steps_since_round = 0
+        if self.residual is None or self.owner_residual is None:
+            self.offset = move_anchor(worker.x, self.anchor)
+            return
+        self.anchor.copy_(worker.x)
+        self.residual.zero_()
+        self.owner_residual.zero_()
+
+    def common(self, worker: Replica) -> Literal["nothing", "x"]:
+        return "x" if self.rounds and self.steps_since_round == 0 else "nothing"
+
     def metrics(self) -> dict[str, float]:
         if self.variance is None:
             return {}

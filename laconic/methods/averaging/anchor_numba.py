@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from laconic.compress.jit import njit
 
 LANES = 1024
 FLUSH = 64
@@ -28,7 +29,7 @@ def move_anchor(x: Tensor, anchor: Tensor) -> float:
     return float(_squared_distance(x.numpy(), halves))
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _squared_distance(x: Any, anchor: Any) -> Any:
     lanes = np.zeros(LANES, np.float32)
     total = 0.0
@@ -44,21 +45,21 @@ def _squared_distance(x: Any, anchor: Any) -> Any:
     return total + _flush(lanes)
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _add_squares(lanes: Any, x: Any, anchor: Any) -> None:
     for j in range(x.size):
         difference = x[j] - np.uint32(np.uint32(anchor[j]) << np.uint32(16)).view(np.float32)
         lanes[j] += difference * difference
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _truncate(bits: Any, anchor: Any) -> None:
     """Rounds float32, given as its bits, to bfloat16 towards zero: cheaper than to the nearest, and never infinite."""
     for i in range(bits.size):
         anchor[i] = bits[i] >> np.uint32(16)
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _flush(lanes: Any) -> Any:
     """Returns the sum of the lanes, and sets them to 0."""
     total = 0.0

@@ -20,13 +20,12 @@ from laconic.comm import Comm
 from laconic.comm.coded_mean import CodedMean, GatheredMean, PlainMean, block_of, split
 from laconic.compress import Compressor, Log, Pick, Uniform
 from laconic.forms import Form
-from laconic.method import Method, Replica, check_choice, check_count, state
+from laconic.method import Method, Replica, check_choice, check_count, check_flag, state
 from laconic.methods.divisible import saved as saved_state
 from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
 from laconic.methods.divisible.pace import Pace
 from laconic.methods.divisible.pieces import Flight, foreground_block, next_piece, overlap
-from laconic.methods.divisible.settings import SettingsCheck
 from laconic.methods.divisible.stretch import Stretch, is_adam
 
 # The quantizers of background="auto": the second one only if the link is measured to be too slow for the first.
@@ -112,12 +111,11 @@ class Divisible(Method):
 
     def __post_init__(self) -> None:
         check_count("ratio", self.ratio)
-        if self.period not in ("auto", None):
+        if self.period is not None and self.period != "auto":
             check_count("period", self.period)
-        if self.background not in ("auto", None) and not isinstance(self.background, Compressor):
+        if self.background is not None and self.background != "auto" and not isinstance(self.background, Compressor):
             raise ValueError(f"background must be a compressor, 'auto' or None, not {self.background!r}")
-        if not isinstance(self.corrected, bool):
-            raise ValueError(f"corrected must be True or False, not {self.corrected!r}")
+        check_flag("corrected", self.corrected)
         if self.period is None and self.corrected:
             raise ValueError("corrected=True sends gradients in the background, so period must not be None")
         check_count("max_period", self.max_period)
@@ -139,7 +137,6 @@ class Divisible(Method):
         self._left: float | None = None  # when the last step was over
         if comm.size == 1:
             return
-        self._settings = SettingsCheck(worker)
         self._watch = DifferenceWatch(comm.rank)
         self._hops = 1 if self.background is None else self.hops or (1 if comm.size <= FEW else 2)
         if is_adam(worker.optimizer):
@@ -192,7 +189,6 @@ class Divisible(Method):
         if comm.size == 1:
             return
         computed = comm.now()
-        self._settings.after_step(worker)
         piece = next_piece(self.next_entry, worker.x.numel(), self._period)
         if self._stretch is not None:
             self._stretch.after_step(worker, piece, max(self._period, 1))
@@ -281,13 +277,26 @@ class Divisible(Method):
 
     def drain(self, worker: Replica) -> None:
         """Applies everything in flight; owners put what they have not passed on into their own model."""
-        if worker.comm.size > 1:
-            self._settings.finish(worker)
         while self._flights:
             self._apply_due(worker, max(flight.due for flight in self._flights))
         if self.owner_residual is not None:
             worker.x.add_(self.owner_residual, alpha=worker.comm.size)
             self.owner_residual.zero_()
+
+    def reset(self, worker: Replica) -> None:
+        for flight in self._flights:
+            flight.wait()  # the network may still write to its buffers
+        self._flights = []
+        self.x_hat.copy_(worker.x)
+        self.next_entry = 0
+        if self.owner_residual is not None:
+            self.owner_residual.zero_()
+        if self._correction is not None:
+            self._correction.restart(worker.step)
+            self._correction.shift.zero_()
+
+    def common(self, worker: Replica) -> Literal["step"]:
+        return "step"
 
     def _measure(self, worker: Replica, pace: Pace, computed: float) -> None:
         """Waits for the messages just sent, to see how long they take. They are applied when they are due."""
@@ -333,7 +342,7 @@ class Divisible(Method):
     def _note_waiting(self, comm: Comm) -> None:
         now = comm.now()
         if self._left is not None:
-            share = comm.meter.last_step.seconds() / max(now - self._left, 1e-9)
+            share = comm.meter.current_step.seconds() / max(now - self._left, 1e-9)
             self._waiting = SMOOTHING * self._waiting + (1 - SMOOTHING) * share
         self._left = now
 

@@ -77,9 +77,9 @@ def decode_png(content: bytes) -> NDArray[np.uint8]:
 
 @cache
 def _compiled_unfilter() -> Callable[..., None]:
-    import numba
+    from laconic.compress.jit import njit
 
-    compiled: Callable[..., None] = numba.njit(cache=True)(_unfilter)
+    compiled: Callable[..., None] = njit()(_unfilter)
     return compiled
 
 

@@ -9,7 +9,6 @@ from torch import nn
 import laconic
 from laconic.compress import Compressor, Log, Pick, Uniform
 from laconic.methods.divisible.pieces import foreground_block, next_piece, overlap
-from laconic.methods.divisible.settings import EVERY
 from tests.helpers import adam, build_model, train_step
 
 D, STEPS = 4 * 4 * 2048, 20  # with four workers and a period of 4, each owns one block of each piece
@@ -50,12 +49,11 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
         **{f"two hops, {code}": laconic.Divisible(RATIO, PERIOD, code, hops=2) for code in codes},
     }
     ring, length = 2 * (n - 1) / n, D // RATIO
-    compared = (1 + (STEPS - 1) // EVERY) * (n - 1) * 8  # checksums of the settings
     # A message of two hops travels in two steps, so that of the last step is halfway.
     steps_of_two_hops = STEPS - 0.5
 
     def foreground(coded: bool, messages: int = foreground_messages()) -> float:
-        return compared + messages * ((n - 1) * Uniform(8).nbytes(length) if coded else ring * 4 * length)
+        return messages * ((n - 1) * Uniform(8).nbytes(length) if coded else ring * 4 * length)
 
     def one_hop(code: Compressor) -> float:
         return STEPS * (n - 1) * code.nbytes(D) / PERIOD

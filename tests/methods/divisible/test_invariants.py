@@ -19,6 +19,8 @@ from laconic.methods.divisible.pieces import GRAIN, foreground_block, next_piece
 from tests.helpers import OPTIMIZERS, Optimize, rank, train, train_alone
 from tests.methods.divisible.comms import Mirror
 
+# A `Mirror` stands for workers with equal data, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:the local gradients of all")
 METHODS = {
     "fp32": laconic.Divisible(8, 3, None),
     "fp32, late": laconic.Divisible(16, 5, None, delay=3),

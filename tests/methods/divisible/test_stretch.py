@@ -15,6 +15,8 @@ from laconic.methods.divisible import stretch_numba
 from laconic.methods.divisible.stretch import Factors, is_adam, refresh, stretch
 from tests.methods.divisible.comms import Mirror
 
+# A `Mirror` stands for workers with equal data, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:the local gradients of all")
 GROUP = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 0.0}
 
 

@@ -1,0 +1,73 @@
+"""Gives methods access to one replica: its parameters, gradients and optimizer state as flat vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from laconic.comm import Comm, Meter
+from laconic.flat import FlatParameters
+
+
+class FlatReplica:
+    """Implements `laconic.method.Replica`, which documents what is here. `laconic.Worker` adds the rest."""
+
+    comm: Comm
+    optimizer: torch.optim.Optimizer
+    step: int
+    generator: torch.Generator
+    _flat: FlatParameters
+    _moment_names: list[str] | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """All trained parameters as one vector (d), of which the model's parameters are views."""
+        return self._flat.x
+
+    @property
+    def x_and_scalar(self) -> Tensor:
+        return self._flat.x_and_scalar
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self._flat.parameters
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    @property
+    def meter(self) -> Meter:
+        """Payload bytes sent and seconds waited: `meter.total.nbytes("foreground")`, `meter.last_step.seconds()`, …"""
+        return self.comm.meter
+
+    @property
+    def lr(self) -> float:
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    def pack_gradient(self) -> Tensor:
+        return self._flat.pack_gradient()
+
+    def unpack_gradient(self, packed: Tensor) -> None:
+        self._flat.unpack_gradient(packed)
+
+    def gradients(self) -> list[Tensor | None]:
+        return self._flat.gradients()
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        return self._flat.views(vector)
+
+    def moments(self) -> dict[str, Tensor]:
+        if self._moment_names is None:
+            # A rank whose parameters had no gradient yet has no optimizer state: use the names that any rank has.
+            own = [self._flat.moment_names(), bool(self.optimizer.state)]
+            notes = self.comm.meet("averaging the optimizer's state", own)
+            names = sorted({name for names, _ in notes for name in names})
+            if not names and not all(has_state for _, has_state in notes):
+                return {}  # some rank has had no gradient yet, so names may still appear
+            self._moment_names = names
+        return self._flat.moments(self._moment_names)

@@ -1,0 +1,277 @@
+"""Compares the ranks while they train, to notice mistakes that would spoil the result without an error.
+
+Every rank sends four numbers in the background, in one step in 16, and reads those of the others in the next step:
+checksums of its optimizer's settings, of x (where the method keeps x equal on all ranks) and of its first gradients,
+and the scale of its GradScaler. Where ranks do not step together (gossip), they compare only when they meet: in
+`consensus()`, `save()`, `reset()` and at the end.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.comm import Comm, Pending
+from laconic.flat import FlatParameters
+from laconic.method import Method, Replica
+
+EVERY = 16  # common steps between two comparisons
+EVERY_X = 256  # common steps between two checksums of x: reading all of x costs more than sending a checksum
+FIRST_GRADIENTS = 2  # local steps whose gradients are compared
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
+CHUNK = 1 << 18  # entries of a checksum's chunk
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MULTIPLIER = 0x1E3779B97F4A7C15  # odd, any
+
+
+class Numbers(NamedTuple):
+    """What a rank sends. 0 means: not known, or not to be compared this time."""
+
+    settings: int = 0
+    x: int = 0
+    gradients: int = 0
+    scale: int = 0  # the bits of a float64
+
+
+class Watch:
+    """Compares this rank with the others.
+
+    Args:
+        comm: a background channel; only ranks that train are compared.
+        method: says in which steps ranks can be compared.
+        flat: the trained parameters.
+        optimizer: whose settings are compared.
+    """
+
+    def __init__(self, comm: Comm, method: Method, flat: FlatParameters, optimizer: torch.optim.Optimizer) -> None:
+        self._comm, self._method, self._flat, self._optimizer = comm, method, flat, optimizer
+        self._common_steps = 0
+        self._local_steps = 0
+        self._gradients = 0  # checksum of the first gradients
+        self._gradients_compared = comm.size == 1
+        self._scale = 0.0  # of the GradScaler that called optimizer.step(), if one did
+        self._anyone_scales = False
+        self._pending: tuple[int, Pending[list[Tensor]], list[str]] | None = None
+
+    def before_step(self, caller: FrameType) -> None:
+        """Notes the local gradient of the first steps, and the scale of a GradScaler. `caller`: of the step's hook."""
+        if self._comm.size == 1:
+            return
+        self._local_steps += 1
+        if self._local_steps <= FIRST_GRADIENTS:
+            found = [p.grad for p in self._flat.parameters if p.grad is not None and p.grad.layout == torch.strided]
+            # Gradients that are zero are equal on all ranks without any mistake.
+            unknown = self._local_steps > 1 and not self._gradients
+            self._gradients = (
+                0 if unknown or not any(map(torch.any, found)) else checksum(*found, start=self._gradients)
+            )
+        scaler = find_grad_scaler(caller)
+        self._scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 0.0
+
+    def after_step(self, worker: Replica) -> None:
+        """Reads the numbers sent before, and sends new ones when it is time. Raises as `finish`."""
+        if self._comm.size == 1:
+            return
+        self.finish()
+        common = self._method.common(worker)
+        if common == "nothing":
+            return
+        self._common_steps += 1
+        if self._common_steps % EVERY != 1 and self._common_steps != FIRST_GRADIENTS and not self._anyone_scales:
+            return
+        settings = describe(self._optimizer)
+        numbers = Numbers(
+            settings=zlib.crc32(repr(settings).encode()),
+            x=checksum(self._flat.x) if common == "x" and self._common_steps % EVERY_X == 1 else 0,
+            gradients=self._gradients if self._local_steps >= FIRST_GRADIENTS else 0,
+            scale=_bits(self._scale),
+        )
+        self._pending = worker.step, self._comm.all_gather_async(torch.tensor(numbers)), settings
+
+    def finish(self) -> None:
+        """Compares the numbers that were sent last, if there are any.
+
+        Raises:
+            ValueError: settings of the optimizer differ; on every rank.
+            RuntimeError: x differs, or a GradScaler has skipped a step on some ranks only; on every rank.
+        """
+        if self._pending is None:
+            return
+        step, pending, settings = self._pending
+        self._pending = None
+        numbers = [Numbers(*gathered.tolist()) for gathered in pending.wait()]
+        of_trainers = [n for rank, n in zip(self._comm.members, numbers, strict=True) if self._method.trains(rank)]
+        self._anyone_scales = any(n.scale for n in of_trainers)
+        xs = [n.x for n in numbers]
+        if len({n.scale for n in of_trainers}) > 1 or len(set(xs)) > 1:
+            # No rank raises before all are here: it would break off messages that others still wait for.
+            self._comm.meet("ranks that differ")
+        if len({n.scale for n in of_trainers}) > 1:
+            self._raise_skipped(step, numbers)
+        if len({n.settings for n in of_trainers}) > 1:
+            notes = self._comm.meet("optimizer settings that differ", settings)
+            require_same_settings([step] * len(notes), notes, self._trainers())
+        self._require_same_x(step, xs)
+        self._warn_if_equal([n.gradients for n in of_trainers])
+
+    def note(self, worker: Replica) -> dict[str, Any]:
+        """Returns what this rank says when all ranks meet, after `finish`."""
+        return {
+            "step": worker.step,
+            "settings": describe(self._optimizer),
+            "x": checksum(self._flat.x) if self._comm.size > 1 else 0,
+            "gradients": self._gradients if self._local_steps >= FIRST_GRADIENTS else 0,
+        }
+
+    def compare(self, notes: Sequence[dict[str, Any]], worker: Replica) -> bool:
+        """Compares the notes of all ranks. Raises as `finish`.
+
+        Returns:
+            Whether all ranks hold the same x, bit for bit.
+        """
+        if self._comm.size == 1:
+            return True
+        require_same_settings([n["step"] for n in notes], [n["settings"] for n in notes], self._trainers())
+        if self._method.common(worker) == "x":
+            self._require_same_x(worker.step, [n["x"] for n in notes])
+        of_trainers = [n for rank, n in zip(self._comm.members, notes, strict=True) if self._method.trains(rank)]
+        self._warn_if_equal([n["gradients"] for n in of_trainers])
+        return len({n["x"] for n in notes}) == 1
+
+    def require_same_parameters(self, checksums: Sequence[int], what: str) -> None:
+        """Raises a ValueError that names the ranks whose checksum differs."""
+        if differing := odd_ones_out(self._comm.members, checksums):
+            raise ValueError(
+                f"{what} needs the same parameters on all ranks, and those of {differing} differ from the others': "
+                f"load the same weights on every rank before"
+            )
+
+    def _trainers(self) -> dict[int, int]:
+        """The ranks that train, by their index among the members."""
+        return {i: rank for i, rank in enumerate(self._comm.members) if self._method.trains(rank)}
+
+    def _require_same_x(self, step: int, checksums: Sequence[int]) -> None:
+        if differing := odd_ones_out(self._comm.members, checksums):
+            raise RuntimeError(
+                f"{type(self._method).__name__} keeps the parameters equal on all ranks, and after step {step} those "
+                f"of {differing} differ from the others': something changes them there and not elsewhere (weights or "
+                f"optimizer state loaded on some ranks only, a hook, settings that differ). Do the same on all ranks, "
+                f"and continue from a checkpoint"
+            )
+
+    def _raise_skipped(self, step: int, numbers: Sequence[Numbers]) -> None:
+        found = ", ".join(
+            f"{_float(n.scale):g} on rank {rank}"
+            for rank, n in zip(self._comm.members, numbers, strict=True)
+            if self._method.trains(rank)
+        )
+        raise RuntimeError(
+            f"GradScaler must skip the same steps on all ranks, and at step {step} its scale is {found}: a rank has "
+            f"skipped a step that others made. Let all ranks skip together (docs/mistakes.md has the lines for it), or "
+            f"use bfloat16, which needs no GradScaler"
+        )
+
+    def _warn_if_equal(self, gradients: Sequence[int]) -> None:
+        if self._gradients_compared or not all(gradients):
+            return
+        self._gradients_compared = True
+        if len(gradients) > 1 and len(set(gradients)) == 1 and self._comm.rank == self._comm.members[0]:
+            warnings.warn(
+                f"the local gradients of all {len(gradients)} ranks were equal, bit for bit, in the first "
+                f"{FIRST_GRADIENTS} steps. Either every rank reads the same data: give each its own part, with "
+                f"torch.utils.data.DistributedSampler. Or the gradients are averaged already, by a "
+                f"DistributedDataParallel around this model: train the bare model",
+                stacklevel=2,
+            )
+
+
+def describe(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Returns the settings of each parameter group that must not differ between ranks.
+
+    >>> describe(torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.5), momentum=0.9))
+    ['lr=0.5 weight_decay=0 momentum=0.9']
+    """
+    return [
+        " ".join(
+            # A learning rate may be a tensor.
+            f"{name}={float(group[name]) if isinstance(group[name], Tensor) else group[name]}"
+            for name in SETTINGS
+            if name in group
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def require_same_settings(steps: Sequence[int], settings: Sequence[list[str]], trainers: dict[int, int]) -> None:
+    """Raises a ValueError if ranks that have made the same number of steps have different settings.
+
+    Args:
+        steps: of each member. With gossip they may differ, and then a schedule gives different learning rates.
+        settings: of each member, as `describe` returns them.
+        trainers: the ranks that train, by their index among the members.
+    """
+    for i in trainers:
+        if any(steps[j] == steps[i] and settings[j] != settings[i] for j in trainers):
+            found = "; ".join(f"rank {rank}: {', '.join(settings[j])}" for j, rank in trainers.items())
+            raise ValueError(
+                f"all ranks must step with the same optimizer settings, and at step {steps[i]} they differ: {found}. "
+                f"Give every rank the same learning rates and the same schedule"
+            )
+
+
+def odd_ones_out(ranks: Sequence[int], checksums: Sequence[int]) -> str:
+    """Returns the ranks whose checksum is not the most frequent one, in words; "" if all are equal.
+
+    >>> odd_ones_out([0, 1, 2, 3], [7, 9, 7, 8]), odd_ones_out([0, 1], [7, 7]), odd_ones_out([0, 1], [7, 9])
+    ('ranks 1, 3', '', 'rank 1')
+    """
+    usual = Counter(checksums).most_common(1)[0][0]
+    odd = [str(rank) for rank, found in zip(ranks, checksums, strict=True) if found != usual]
+    return f"rank{'s' if len(odd) > 1 else ''} {', '.join(odd)}" if odd else ""
+
+
+def checksum(*tensors: Tensor, start: int = 0) -> int:
+    """Returns 64 bits that depend on every bit and its place; never 0.
+
+    >>> one = torch.tensor([1.0, 2.0])
+    >>> checksum(one) == checksum(one.clone()), checksum(one) == checksum(one.flip(0))
+    (True, False)
+    """
+    total = torch.tensor(start, dtype=torch.int64, device=tensors[0].device if tensors else None)
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
+        factors = (torch.arange(min(CHUNK, bits.numel()), device=bits.device) * 2 + 1) * MULTIPLIER
+        for chunk in torch.split(bits, CHUNK):
+            # Integers of 64 bits wrap around, so the order of a sum does not matter, and nothing is lost.
+            total = total * MULTIPLIER + (chunk * factors[: chunk.numel()]).sum() + 1
+    return int(total) or 1
+
+
+def find_grad_scaler(frame: FrameType | None) -> torch.amp.GradScaler | None:
+    """Returns the GradScaler whose `step()` called this frame, at most a few calls above."""
+    for _ in range(8):  # hooks and schedulers wrap optimizer.step()
+        if frame is None:
+            return None
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler: torch.amp.GradScaler = frame.f_locals["self"]
+            return scaler
+        frame = frame.f_back
+    return None
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def _float(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
