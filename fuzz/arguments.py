@@ -85,7 +85,7 @@ def use_compressor(compressor: compress.Compressor) -> None:
     decoded = compressor.decode(compressor.encode(x), 300)
     assert decoded.isfinite().all()
     assert compress.parse(str(compressor)) == compressor
-    compressor.for_rank(3).encode(x, step=5)
+    compressor.with_stream(3).encode(x, step=5)
 
 
 def use_topology(graph: topology.Topology) -> None:

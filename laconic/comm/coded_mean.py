@@ -326,7 +326,7 @@ class _Coder:
     def __init__(self, compressor: Compressor, parts: Sequence[Part], seed: int, seeds: int) -> None:
         self.numel = sum(part.numel for part in parts)
         self._numels = [part.numel for part in parts]
-        self._compressors = [compressor.for_rank(part.start * seeds + seed) for part in parts]
+        self._compressors = [compressor.with_stream(part.start * seeds + seed) for part in parts]
         if parts and _is_sliceable(compressor) and all(n % block_of(compressor) == 0 for n in self._numels[:-1]):
             self._numels, self._compressors = [self.numel], [compressor]
         self._nbytes = [compressor.nbytes(numel) for numel in self._numels]
@@ -371,7 +371,7 @@ def _split(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
 
 def _is_sliceable(compressor: Compressor) -> bool:
     """Whether the codes of consecutive whole blocks, end to end, are the code of all of them."""
-    return isinstance(compressor, Blockwise) and compressor.for_rank(1) == compressor
+    return isinstance(compressor, Blockwise) and compressor.with_stream(1) == compressor
 
 
 def _is_finite(message: Tensor) -> bool:

@@ -11,8 +11,6 @@ from laconic.compress.feedback import encode_with_feedback as encode_with_feedba
 from laconic.compress.quantizers import Log as Log
 from laconic.compress.quantizers import Pick as Pick
 from laconic.compress.quantizers import Sign as Sign
-from laconic.compress.quantizers import Ternary as Ternary
 from laconic.compress.quantizers import Uniform as Uniform
-from laconic.compress.random_block import RandomBlock as RandomBlock
 from laconic.compress.spec import parse as parse
 from laconic.compress.topk import TopK as TopK

@@ -13,8 +13,7 @@ from laconic.compress.backend import kernels_for
 class Compressor(ABC):
     """Encodes vectors as bytes and decodes them again.
 
-    A compressor is a frozen dataclass of settings and holds no state. Whatever changes over time (random numbers, the
-    block that is sent) is a function of `step`.
+    A compressor is a frozen dataclass of settings and holds no state. Random numbers are a function of `step`.
 
     A code is a flat `uint8` tensor of exactly `nbytes(numel)` bytes without a header: the receiver must know the
     compressor, the number of entries and the step. Entries are encoded as fp32, whatever the dtype of `x`.
@@ -107,20 +106,20 @@ class Compressor(ABC):
             accumulator.add_(decoded.to(accumulator.dtype) * scale)
         return accumulator
 
-    def for_rank(self, rank: int) -> Self:
-        """Returns this compressor with the random stream that belongs to `rank`.
+    def with_stream(self, number: int) -> Self:
+        """Returns this compressor with an independent random stream.
 
         Ranks that round at random with the same stream would all err in the same direction, and the errors would not
         average out. A compressor without such randomness returns itself. Codes can be decoded without this.
 
         Args:
-            rank: the rank that encodes, or any other integer that no other encoder uses.
+            number: the rank that encodes, or any other integer that no other encoder uses.
 
         Example:
             >>> from laconic.compress import Uniform
-            >>> Uniform(8, stochastic=True).for_rank(0) == Uniform(8, stochastic=True).for_rank(1)
+            >>> Uniform(8, stochastic=True).with_stream(0) == Uniform(8, stochastic=True).with_stream(1)
             False
-            >>> Uniform(8).for_rank(1) == Uniform(8)
+            >>> Uniform(8).with_stream(1) == Uniform(8)
             True
         """
         return self

@@ -17,8 +17,7 @@ def encode_with_feedback(
 
     Args:
         compressor: any compressor.
-        x: the vector to send, or None if the caller has already added it to `residual`. (With None, `RandomBlock`
-            reads and writes only the block it sends.)
+        x: the vector to send, or None if the caller has already added it to `residual`.
         residual: the accumulated error, a contiguous fp32 or fp64 vector, updated in place. It starts as zeros.
         step: the training step, on which random choices depend.
         out: where to write the code, as in `Compressor.encode`.

@@ -1,4 +1,4 @@
-"""Quantizers with one scale per block: `Sign`, `Ternary`, `Pick`, `Log` and `Uniform`."""
+"""Quantizers with one scale per block: `Sign`, `Pick`, `Log` and `Uniform`."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -11,7 +11,7 @@ from laconic.compress.blockwise import BLOCK, Blockwise, check_block
 from laconic.compress.random import derive_key, uniform_noise
 from laconic.rules import check_count, check_flag, check_seed
 
-TERNARY_FACTOR = 3.0  # the nonzero level of `Ternary` and `Pick`, in mean magnitudes of the block
+PICK_FACTOR = 3.0  # the level of `Pick`, in mean magnitudes of the block
 
 
 @dataclass(frozen=True)
@@ -60,52 +60,10 @@ class Sign(Blockwise):
 
 
 @dataclass(frozen=True)
-class Ternary(Blockwise):
-    """Rounds each entry to the nearest of −s, 0 and s: 2 bits an entry.
+class Pick(Blockwise):
+    """Sends the largest entry of each group of `of` entries, rounded to the nearest of −s, 0 and s: 4 bits a group.
 
         s = min(3 · mean |x|, max |x|)        over a block x
-
-    Only entries that stand out are sent; the others become 0. Use it with error feedback: what exceeds s, and what was
-    rounded to 0, is sent later.
-
-    Args:
-        block: the number of entries that share a scale, a multiple of 64.
-
-    Example:
-        >>> import torch
-        >>> from laconic.compress import Ternary
-        >>> Ternary().decode(Ternary().encode(torch.tensor([0.1, -0.9, 0.1, 0.1])), 4)
-        tensor([ 0.0000, -0.9000,  0.0000,  0.0000])
-
-    References:
-        Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017,
-        arXiv 1705.07878. (There: stochastic rounding, no error feedback, clipping at 2.5 standard deviations.)
-    """
-
-    block: int = BLOCK
-    _kernel_kind = "TERNARY_KIND"
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    @property
-    def bits(self) -> int:
-        return 2
-
-    def _find_scales(self, p: Tensor, counts: Tensor) -> Tensor:
-        return _ternary_scales(p, counts)
-
-    def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
-        is_sent = (p.abs() >= 0.5 * scales) & (p != 0)
-        return (1 + torch.where(torch.signbit(p), -1, 1) * is_sent).to(torch.uint8)
-
-    def _dequantize(self, symbols: Tensor, scales: Tensor) -> Tensor:
-        return (symbols.to(torch.float32) - 1) * scales
-
-
-@dataclass(frozen=True)
-class Pick(Blockwise):
-    """Sends the largest entry of each group of `of` entries, rounded as by `Ternary`: 4 bits a group.
 
     A group's symbol says which entry was picked and its sign, or 0 if all its entries round to 0. With groups of 7 that
     is 0.6 bits an entry. The entries of a group are block/`of` entries apart. Use it with error feedback: entries that
@@ -148,7 +106,7 @@ class Pick(Blockwise):
         return full * (4 + (self._groups(self.block) + 1) // 2) + bool(count) * (4 + (self._groups(count) + 1) // 2)
 
     def _find_scales(self, p: Tensor, counts: Tensor) -> Tensor:
-        return _ternary_scales(p, counts)
+        return torch.minimum(PICK_FACTOR * _mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
 
     def _quantize(self, p: Tensor, scales: Tensor, key: int) -> Tensor:
         """Returns one symbol per group: 0 for none, i for the i-th entry (from 1 on), i + `of` if it is negative."""
@@ -169,15 +127,11 @@ class Pick(Blockwise):
         return symbols[:, :half] | (pad(symbols[:, half:], (0, symbols.shape[1] % 2)) << 4)
 
     def _unpack(self, packed: Tensor, count: int) -> Tensor:
-        """Returns the symbols of `Ternary`, one per entry: 0, 1 or 2 for −s, 0 or s."""
+        """Returns one symbol per entry: 0, 1 or 2 for −s, 0 or s."""
         picked = torch.cat([packed & 15, packed >> 4], dim=1)[:, None, : self._groups(count)]
         numbers = torch.arange(1, self.of + 1, device=packed.device)[:, None]
         symbols = 1 + (picked == numbers).to(torch.int8) - (picked == numbers + self.of).to(torch.int8)
         return symbols.flatten(1)[:, :count]
-
-
-def _ternary_scales(p: Tensor, counts: Tensor) -> Tensor:
-    return torch.minimum(TERNARY_FACTOR * _mean_magnitudes(p, counts), p.abs().amax(1, keepdim=True))
 
 
 def _mean_magnitudes(p: Tensor, counts: Tensor) -> Tensor:
@@ -253,7 +207,7 @@ class Uniform(Blockwise):
         levels: i/n · s for i = −n, …, n        s = max |x| over a block, n = 2^(bits−1) − 1
 
     Rounds to the nearest level or, with `stochastic`, to one of the two neighbours at random so that E[Q(x)] = x. For
-    stochastic rounding give each rank its own random stream with `for_rank`.
+    stochastic rounding give each rank its own random stream with `with_stream`.
 
     Args:
         bits: the width of a symbol, 2 to 8.
@@ -288,8 +242,8 @@ class Uniform(Blockwise):
     def _kernel_kind(self) -> str:
         return "STOCHASTIC_KIND" if self.stochastic else "UNIFORM_KIND"
 
-    def for_rank(self, rank: int) -> Self:
-        return replace(self, seed=derive_key(self.seed, rank)) if self.stochastic else self
+    def with_stream(self, number: int) -> Self:
+        return replace(self, seed=derive_key(self.seed, number)) if self.stochastic else self
 
     def _key(self, step: int) -> int:
         return derive_key(self.seed, step)

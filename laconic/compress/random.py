@@ -26,22 +26,6 @@ def derive_key(*numbers: int) -> int:
     return key
 
 
-def permuted_index(index: int, size: int, key: int) -> int:
-    """Returns the image of `index` under a random permutation of range(size), without storing the permutation.
-
-    A Feistel network permutes the next power of four; it is applied again until the result is below `size`.
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for rounds in range(4):
-            left, right = right, left ^ (splitmix64(key ^ (right << 2 | rounds)) & mask)
-        index = left << half | right
-        if index < size:
-            return index
-
-
 def uniform_noise(key: int, blocks: int, block: int, device: torch.device) -> Tensor:
     """Returns random numbers (blocks, block), uniform in [−½, ½), in fp32.
 

@@ -5,14 +5,13 @@ from typing import Any
 
 from laconic.compress.compressor import Compressor, settings_of
 from laconic.compress.dense import Half, Identity
-from laconic.compress.quantizers import Log, Pick, Sign, Ternary, Uniform
-from laconic.compress.random_block import RandomBlock
+from laconic.compress.quantizers import Log, Pick, Sign, Uniform
 from laconic.compress.topk import TopK
 from laconic.names import look_up
 from laconic.rules import check_text
 
 NAMES: dict[str, type[Compressor]] = {
-    cls.__name__.lower(): cls for cls in (Identity, Half, Sign, Ternary, Pick, Log, Uniform, TopK, RandomBlock)
+    cls.__name__.lower(): cls for cls in (Identity, Half, Sign, Pick, Log, Uniform, TopK)
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import laconic
 from laconic.comm import Comm, connect
 from laconic.comm.coded_mean import CodedMean, GatheredMean, Part, split
-from laconic.compress import Compressor, Half, Identity, Log, RandomBlock, Sign, TopK, Uniform
+from laconic.compress import Compressor, Half, Identity, Log, Sign, TopK, Uniform
 
 D = 300
 COMPRESSORS: list[Compressor] = [
@@ -24,7 +24,6 @@ COMPRESSORS: list[Compressor] = [
     Uniform(4, block=64),
     Uniform(3, stochastic=True, block=64),
     TopK(0.1),
-    RandomBlock(4),
 ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laconic.compress import Compressor, Identity, Log, Pick, RandomBlock, Sign, TopK, Uniform, encode_with_feedback
+from laconic.compress import Compressor, Identity, Log, Pick, Sign, TopK, Uniform, encode_with_feedback
 from laconic.compress.blockwise import Blockwise
 from tests.compress.cases import (
     ALL,
@@ -114,7 +114,6 @@ def test_size_of_quantized_codes(compressor: Blockwise, numel: int) -> None:
 
 def test_size_of_other_codes() -> None:
     assert [Identity().nbytes(9), *(c.nbytes(9) for c in DENSE[1:])] == [36, 18, 18]
-    assert RandomBlock(7).nbytes(20) == 4 * 3
     assert [Pick().nbytes(numel) for numel in (0, 1, 7, 2048, 2049)] == [0, 5, 5, 151, 156]
     assert [round(8 * Pick(of).nbytes(2048) / 2048, 2) for of in (7, 4, 2)] == [0.59, 1.02, 2.02]
     index_bits = (TopK(0.01).nbytes(10**6) - 4 * 10**4) * 8 / 10**4
@@ -181,7 +180,7 @@ def test_nan_and_inf_raise_and_leave_the_residual_unchanged(compressor: Compress
 
 def test_a_sum_that_overflows_raises_too() -> None:
     x = torch.full((3000,), 3e38)
-    for compressor in [*ALL, RandomBlock(4)]:
+    for compressor in ALL:
         residual = x.clone()
         with pytest.raises(ValueError, match="inf"):
             encode_with_feedback(compressor, x, residual)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from laconic.compress import Compressor, Log, RandomBlock, encode_with_feedback
+from laconic.compress import Compressor, Log, encode_with_feedback
 from tests.compress.cases import ALL, make, same_bits
 
 
@@ -30,16 +30,6 @@ def test_without_x_the_residual_is_encoded(compressor: Compressor) -> None:
     b = encode_with_feedback(compressor, None, without, step=3)
     assert same_bits(a, b)
     assert torch.equal(with_x, without)
-
-
-def test_random_block_without_x_touches_only_its_block() -> None:
-    compressor, n = RandomBlock(10), 1000
-    residual = torch.full((n,), float("nan"))
-    start, stop = compressor.bounds(n, 4)
-    residual[start:stop] = 1.0
-    encode_with_feedback(compressor, None, residual, step=4)
-    assert not residual[start:stop].any()
-    assert residual.isnan().sum() == n - (stop - start)
 
 
 def test_parameters_that_require_gradients_can_be_encoded() -> None:

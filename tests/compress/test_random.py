@@ -1,12 +1,9 @@
-"""Random numbers as a function of seed, step and index: stochastic rounding, permutations, `RandomBlock`."""
+"""Random numbers as a function of seed, step and index: stochastic rounding."""
 
-import math
-
-import pytest
 import torch
 
-from laconic.compress import RandomBlock, Uniform
-from laconic.compress.random import derive_key, permuted_index, uniform_noise
+from laconic.compress import Uniform
+from laconic.compress.random import derive_key, uniform_noise
 from tests.compress.cases import make, same_bits
 
 
@@ -26,16 +23,16 @@ def test_stochastic_rounding_is_unbiased() -> None:
         assert ((total / steps - x).abs() <= bound * spacing).all()
 
 
-def test_stochastic_rounding_repeats_and_differs_by_step_seed_and_rank() -> None:
+def test_stochastic_rounding_repeats_and_differs_by_step_seed_and_stream() -> None:
     x = make("normal", 5000, 0)
     compressor = Uniform(4, stochastic=True)
     code = compressor.encode(x, step=3)
     assert same_bits(code, compressor.encode(x, step=3))
-    assert compressor.for_rank(1) == compressor.for_rank(1)
-    others = [Uniform(4, stochastic=True, seed=1), compressor.for_rank(0), compressor.for_rank(1)]
+    assert compressor.with_stream(1) == compressor.with_stream(1)
+    others = [Uniform(4, stochastic=True, seed=1), compressor.with_stream(0), compressor.with_stream(1)]
     codes = [code, compressor.encode(x, step=4), *(other.encode(x, step=3) for other in others)]
     assert len({tuple(c.tolist()) for c in codes}) == len(codes)
-    assert Uniform(4).for_rank(1) == Uniform(4)
+    assert Uniform(4).with_stream(1) == Uniform(4)
 
 
 def test_noise_is_uniform_and_independent() -> None:
@@ -50,31 +47,3 @@ def test_noise_is_uniform_and_independent() -> None:
     following = uniform_noise(derive_key(1, 3), 64, 2048, torch.device("cpu")).double()
     for a, b in ((sample[:, :-1], sample[:, 1:]), (sample[:-1], sample[1:]), (sample, following)):
         assert (a * b).mean().abs() < 5 / 12 / a.numel() ** 0.5
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1000])
-def test_permuted_index_is_a_permutation(size: int) -> None:
-    orders = [[permuted_index(i, size, derive_key(0, cycle)) for i in range(size)] for cycle in range(3)]
-    assert all(sorted(order) == list(range(size)) for order in orders)
-    if size >= 16:
-        assert len({tuple(order) for order in orders}) == 3
-
-
-@pytest.mark.parametrize(("numel", "ratio"), [(100, 10), (101, 10), (1000, 1024), (7, 1), (1000, 3.5), (5, 1024)])
-def test_random_block_sends_each_entry_once_per_cycle(numel: int, ratio: float) -> None:
-    compressor = RandomBlock(ratio, seed=5)
-    cycle = compressor.cycle(numel)
-    assert cycle <= math.ceil(ratio)
-    x = torch.arange(1.0, numel + 1)
-    for repeat in range(2):
-        total = torch.zeros(numel)
-        for step in range(repeat * cycle, (repeat + 1) * cycle):
-            compressor.decode_add(compressor.encode(x, step=step), total, step=step)
-        assert torch.equal(total, x)
-
-
-def test_codes_of_random_blocks_can_be_added() -> None:
-    compressor, a, b = RandomBlock(4), make("normal", 103, 1), make("normal", 103, 2)
-    total = compressor.encode(a, step=9).view(torch.float32) + compressor.encode(b, step=9).view(torch.float32)
-    decoded = compressor.decode(total.view(torch.uint8), 103, step=9)
-    assert torch.equal(decoded, compressor.decode(compressor.encode(a + b, step=9), 103, step=9))

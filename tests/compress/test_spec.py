@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from laconic.compress import Compressor, Half, Identity, Log, Pick, RandomBlock, Sign, Ternary, TopK, Uniform, parse
+from laconic.compress import Compressor, Half, Identity, Log, Pick, Sign, TopK, Uniform, parse
 from tests.compress.cases import ALL
 
 
@@ -15,7 +15,6 @@ from tests.compress.cases import ALL
         ("half", Half()),
         ("half:bf16", Half("bf16")),
         ("sign", Sign()),
-        ("ternary", Ternary()),
         ("pick", Pick()),
         ("pick:of=4", Pick(4)),
         ("log:3", Log(3)),
@@ -24,7 +23,6 @@ from tests.compress.cases import ALL
         ("uniform:8:stochastic:seed=5", Uniform(8, stochastic=True, seed=5)),
         ("uniform:8:seed=5", Uniform(8, seed=5)),
         ("topk:0.01", TopK(0.01)),
-        ("randomblock:1024", RandomBlock(1024)),
         ("sign:block=64", Sign(64)),
     ],
 )
@@ -58,7 +56,6 @@ def test_settings_survive(compressor: Compressor) -> None:
         ("identity:3", "'3' is not a setting of identity; it has none"),
         ("topk:0", "above 0 and at most 1, not 0"),
         ("topk:1.5", "not 1.5"),
-        ("randomblock:0.5", "at least 1, not 0.5"),
         ("half:fp8", "one of fp16, bf16, not 'fp8'"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.compress import Compressor, Half, Identity, RandomBlock, Sign, TopK, Uniform
+from laconic.compress import Compressor, Half, Identity, Sign, TopK, Uniform
 from tests.helpers import build_model, rank, sgd, train, train_alone, train_step
 
 D = 301
@@ -18,7 +18,6 @@ COMPRESSORS: list[Compressor] = [
     Uniform(3, stochastic=True),
     Sign(block=64),
     TopK(0.1),
-    RandomBlock(4),
     Half("bf16"),
     Identity(),
 ]

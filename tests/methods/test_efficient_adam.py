@@ -19,7 +19,6 @@ from laconic.compress import (
     Half,
     Identity,
     Log,
-    RandomBlock,
     Sign,
     TopK,
     Uniform,
@@ -39,7 +38,6 @@ COMPRESSORS: list[Compressor] = [
     Uniform(4, block=BLOCK),
     Uniform(4, stochastic=True, block=BLOCK),
     TopK(0.2),
-    RandomBlock(4),
 ]
 
 

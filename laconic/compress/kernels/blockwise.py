@@ -1,4 +1,4 @@
-"""Fused kernels of the block quantizers `Sign`, `Ternary`, `Pick`, `Log` and `Uniform`.
+"""Fused kernels of the block quantizers `Sign`, `Pick`, `Log` and `Uniform`.
 
 Encoding takes two passes. `find_scales` reads everything and writes only scales, so that a NaN is found before any
 residual changes. `encode` quantizes, packs and writes the residual.
@@ -28,16 +28,16 @@ from laconic.compress.kernels.bits import (
     unpack_fields,
     unpack_sequence,
 )
-from laconic.compress.kernels.levels import PICK_KIND, SIGN_KIND, TERNARY_KIND, add_levels, levels_of
+from laconic.compress.kernels.levels import PICK_KIND, SIGN_KIND, add_levels, levels_of
 from laconic.compress.kernels.pick import add_picked, picked_nbytes
 from laconic.compress.kernels.quantize import pick_block, quantize_block, splitmix64
-from laconic.compress.quantizers import TERNARY_FACTOR
+from laconic.compress.quantizers import PICK_FACTOR
 
-# The number of partial sums of a block's mean magnitude. It is part of the definition of `Sign`, `Ternary` and `Pick`,
-# because the rounding of a sum depends on its order.
+# The number of partial sums of a block's mean magnitude. It is part of the definition of `Sign` and `Pick`, because the
+# rounding of a sum depends on its order.
 LANES = 16
 MINUS_ZERO = np.float32(-0.0)  # the neutral padding: x + −0.0 is x, also for x = −0.0
-FACTOR = np.float32(TERNARY_FACTOR)
+FACTOR = np.float32(PICK_FACTOR)
 
 
 @njit(nogil=True)
@@ -74,7 +74,7 @@ def block_scale(kind, x, r, count, lanes):
 @njit(nogil=True)
 def scale_of(kind, largest, x, r, count, lanes):
     """Returns the scale of a block whose largest magnitude is known. `Sign` does not use `largest`."""
-    if kind not in (SIGN_KIND, TERNARY_KIND, PICK_KIND):
+    if kind not in (SIGN_KIND, PICK_KIND):
         return largest
     mean = mean_magnitude(x, r, count, lanes)
     if kind == SIGN_KIND:

@@ -11,7 +11,7 @@ import numpy as np
 from laconic.compress.jit import njit
 from laconic.compress.kernels.bits import SIGN, add32, and32, bits_of, float_of, shl32
 
-SIGN_KIND, LOG_KIND, PICK_KIND, TERNARY_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(6)
+SIGN_KIND, LOG_KIND, PICK_KIND, UNIFORM_KIND, STOCHASTIC_KIND = range(5)
 
 
 @njit(nogil=True)

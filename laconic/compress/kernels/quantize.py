@@ -15,7 +15,7 @@ from laconic.compress.kernels.bits import (
     float_of,
     hash32,
 )
-from laconic.compress.kernels.levels import LOG_KIND, SIGN_KIND, TERNARY_KIND, UNIFORM_KIND, uniform_level
+from laconic.compress.kernels.levels import LOG_KIND, SIGN_KIND, UNIFORM_KIND
 from laconic.compress.kernels.pick import add_picked, pack_picks
 
 SIGN_AND_EXPONENT = np.int32(-0x800000)
@@ -37,27 +37,10 @@ def sign_block(x, r, scale, symbols):
 
 
 @njit(nogil=True)
-def ternary_block(x, r, scale, symbols):
-    threshold = ternary_threshold(scale)
-    for i in range(x.size):
-        p = x[i] + r[i]
-        symbol = ternary_symbol(p, threshold)
-        r[i] = p - uniform_level(symbol, np.int32(1), np.float32(1.0), scale)
-        symbols[i] = saturate(symbol)
-
-
-@njit(nogil=True)
-def ternary_threshold(scale):
+def pick_threshold(scale):
     """Returns the bits of scale/2, from which on entries round to ±scale; at least the smallest number, never 0."""
     threshold = np.float32(0.5) * scale
     return bits_of(threshold if threshold > SMALLEST else SMALLEST)
-
-
-@njit(nogil=True)
-def ternary_symbol(p, threshold):
-    pattern = bits_of(p)
-    level = np.int32(1) if and32(pattern, MAGNITUDE) >= threshold else np.int32(0)
-    return add32(np.int32(1), -level if pattern < np.int32(0) else level)
 
 
 @njit(nogil=True)
@@ -205,7 +188,7 @@ def pick_block(of, x, r, scale, symbols, packed):
     """Writes packed symbols; `symbols` is scratch memory."""
     for i in range(x.size):
         r[i] = x[i] + r[i]
-    pack_picks(of, r, ternary_threshold(scale), packed)
+    pack_picks(of, r, pick_threshold(scale), packed)
     add_picked(of, packed, scale, np.float32(-1.0), symbols, r)
 
 
@@ -216,8 +199,6 @@ def quantize_block(kind, bits, x, r, scale, key, high_halves, symbols):
         sign_block(x, r, scale, symbols)
     elif kind == LOG_KIND:
         log_block(x, r, scale, bits, high_halves, symbols)
-    elif kind == TERNARY_KIND:
-        ternary_block(x, r, scale, symbols)
     elif kind == UNIFORM_KIND:
         uniform_block(x, r, scale, bits, symbols)
     else:

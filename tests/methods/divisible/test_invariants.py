@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
-from laconic.compress import Half, Log, Pick, RandomBlock, Sign, Ternary, TopK, Uniform
+from laconic.compress import Half, Log, Pick, Sign, TopK, Uniform
 from laconic.method import Replica
 from laconic.methods.divisible.pieces import GRAIN, foreground_block, next_piece
 from tests.helpers import OPTIMIZERS, Optimize, rank, train, train_alone
@@ -30,11 +30,9 @@ METHODS = {
     "in every step": laconic.Divisible(8, 1, Log(3)),
     "picks": laconic.Divisible(8, 3, Pick(7)),
     "signs": laconic.Divisible(8, 3, Sign()),
-    "ternary": laconic.Divisible(8, 3, Ternary()),
     "at random": laconic.Divisible(8, 3, Uniform(2, stochastic=True)),
     "16 bits": laconic.Divisible(8, 3, Half()),
     "largest": laconic.Divisible(8, 3, TopK(0.1)),
-    "random blocks": laconic.Divisible(8, 3, RandomBlock(4)),
     "corrected": laconic.Divisible(8, 3, Log(3), corrected=True),
     "auto": laconic.Divisible(8),
     "two hops": laconic.Divisible(8, 3, Log(3), hops=2),
