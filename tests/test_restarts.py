@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import laconic
 from laconic.comm.attempt import own_store

@@ -254,8 +254,12 @@ def _read(worker: Saveable, folder: Path) -> dict[str, Any]:
 
 def _read_rank(folder: Path, entry: dict[str, Any], *, mmap: bool) -> dict[str, Any]:
     content: dict[str, Any] = files.read_rank(folder, entry, mmap=mmap)
-    if content["worker"]["step"] != entry["step"]:
-        raise ValueError(f"{folder / entry['file']} is of step {short(content['worker']['step'])}, not {entry['step']}")
+    if not isinstance(content, dict) or not isinstance(content.get("worker"), dict):
+        raise ValueError(f"{folder / entry['file']} must be the state of a worker, not {short(content)}")
+    if content["worker"].get("step") != entry["step"]:
+        raise ValueError(
+            f"{folder / entry['file']} is of step {short(content['worker'].get('step'))}, not {entry['step']}"
+        )
     return content
 
 
