@@ -153,8 +153,19 @@ class RunsFile:
                 raise OSError(error.errno, what, str(self.path)) from error
 
     def read(self) -> list[Record]:
-        """Returns all runs, those of older schemas included."""
-        return [parse_record(line) for line in self.path.read_text().splitlines()]
+        """Returns all runs, those of older schemas included.
+
+        Raises:
+            ValueError: A line is not a run that laconic wrote; the message has the line's number.
+        """
+        records = []
+        for number, line in enumerate(self.path.read_text(errors="replace").splitlines(), start=1):
+            try:
+                records.append(parse_record(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                what = "" if isinstance(error, json.JSONDecodeError) else f" ({error})"
+                raise ValueError(f"{self.path}, line {number} is not a run that laconic wrote{what}") from error
+        return records
 
 
 def _to_json(value: Any) -> Any:

@@ -51,8 +51,8 @@ def write_report(records: Sequence[Record], path: Path, target: float | None = N
         unfinished.unlink(missing_ok=True)
 
 
-def render(records: Sequence[Record], target: float | None = None) -> str:
-    """Returns the report as HTML.
+def check_same_task(records: Sequence[Record]) -> None:
+    """Checks that runs can be in one report.
 
     Raises:
         ValueError: There are no runs, or the runs are of different tasks.
@@ -63,6 +63,15 @@ def render(records: Sequence[Record], target: float | None = None) -> str:
         values = {getattr(record, key) for record in records}
         if len(values) > 1:
             raise ValueError(f"the runs of one report must have the same {key}, not {sorted(map(str, values))}")
+
+
+def render(records: Sequence[Record], target: float | None = None) -> str:
+    """Returns the report as HTML.
+
+    Raises:
+        ValueError: There are no runs, or the runs are of different tasks.
+    """
+    check_same_task(records)
     summaries = summarize(records)
     ran = sorted((s for s in summaries if s.runs), key=lambda s: (s.method in WITHOUT_COMMUNICATION, s.is_baseline))
     look_of = {summary.name: looks(summaries)[summary.name] for summary in ran}

@@ -175,8 +175,8 @@ def time_to_target(c: Comparison) -> Figure | None:
     """Returns the time to the target as sorted bars, or None if there is no target."""
     if c.target is None:
         return None
-    rows = [_target_row(summary, c.target) for summary in c.ran]
-    rows.sort(key=lambda row: (row["reached"] < row["seeds"], row["value"] is None, row["value"] or 0))
+    target = c.target
+    rows = [_target_row(summary, target) for summary in sorted(c.ran, key=lambda summary: summary.rank(target))]
     highs = [row["high"] for row in rows if row["high"] is not None]
     x = axis("training time", "seconds", [0.0, *highs], zero=True, log=False)
     note = "Until the first evaluation that is at least that good."

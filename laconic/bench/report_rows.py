@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from laconic.bench.report_axes import Axis
-from laconic.bench.report_style import GREY, LINE, ORANGE, SKY, VERMILLION, Look, scale
+from laconic.bench.report_style import GREY, INK, LINE, ORANGE, SKY, VERMILLION, Look, scale
 
 ROW_PX = 42
 PARTS = {"compute": SKY, "overhead": ORANGE, "waiting": VERMILLION, "not measured": GREY}
@@ -27,7 +27,7 @@ def bar_spec(rows: list[dict[str, Any]], look_of: dict[str, Look], x: Axis) -> d
     at_x = {"field": "value", **x.vega()}
     layers = [
         {
-            "mark": {"type": "bar", "height": 14, "yOffset": 8, "cornerRadiusEnd": 2},
+            "mark": {"type": "bar", "height": 14, "yOffset": 8, "cornerRadiusEnd": 2, "opacity": 0.85},
             "encoding": {"x": at_x, "y": y, "color": _colour(rows, look_of), "tooltip": {"field": "tip"}},
         }
     ]
@@ -149,13 +149,13 @@ def _range_layers(x: dict[str, Any], y: dict[str, Any], low: str, high: str) -> 
     """Returns error bars with caps."""
     ends: list[dict[str, Any]] = [
         {
-            "mark": {"type": "tick", "height": 9, "thickness": 1.5, "yOffset": 8, "color": "#1b1f24"},
+            "mark": {"type": "tick", "height": 9, "thickness": 1.5, "yOffset": 8, "color": INK},
             "encoding": {"x": {**x, "field": end}, "y": y},
         }
         for end in (low, high)
     ]
     rule = {
-        "mark": {"type": "rule", "strokeWidth": 1.5, "yOffset": 8, "y2Offset": 8, "color": "#1b1f24"},
+        "mark": {"type": "rule", "strokeWidth": 1.5, "yOffset": 8, "y2Offset": 8, "color": INK},
         "encoding": {"x": {**x, "field": low}, "x2": {"field": high}, "y": y},
     }
     return [rule, *ends]

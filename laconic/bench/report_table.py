@@ -33,7 +33,7 @@ def table_html(summaries: Sequence[Summary], target: float | None, look_of: dict
     """
     ran = [summary for summary in summaries if summary.runs]
     if target is not None:
-        ran.sort(key=lambda summary: _rank(summary, target))
+        ran.sort(key=lambda summary: summary.rank(target))
     if not ran:
         return '<p class="note">All runs failed.</p>'
     first = ran[0].runs[0]
@@ -116,12 +116,6 @@ def _row_html(
     seeds = len(summary.runs) + len(summary.failed)
     few = f'<span class="few">{len(summary.runs)} of {seeds} seeds</span>' if summary.failed else ""
     return f'<tr data-name="{name}"><th scope="row">{sample_html(look)}{breakable}{few}</th>{filled}</tr>'
-
-
-def _rank(summary: Summary, target: float) -> tuple[bool, float]:
-    """Returns the key that sorts contenders by the time to the target; those that some seed misses come last."""
-    cost = summary.to_target(target)
-    return (cost is None or not cost.by_all, cost.seconds if cost else math.inf)
 
 
 def _target_cells(summary: Summary, target: float) -> list[str]:

@@ -126,6 +126,11 @@ class Summary:
             seeds=len(self.runs),
         )
 
+    def rank(self, target: float) -> tuple[bool, float]:
+        """Returns the key that sorts contenders by the time to the target; those that some seed misses come last."""
+        cost = self.to_target(target)
+        return (cost is None or not cost.by_all, cost.seconds if cost else math.inf)
+
     def curve(self, quantity: Callable[[Point], float | None]) -> Curve:
         """Returns a quantity at the steps that all seeds evaluated."""
         return curve_of([[(p.step, quantity(p)) for p in record.points] for record in self.runs])
