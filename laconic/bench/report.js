@@ -45,7 +45,7 @@
       const width = plot.clientWidth;
       this.view?.finalize();
       this.view = null;
-      if (!width) return;  // inside a closed <details>
+      if (this.element.closest("details:not([open])")) return;
       const spec = fitted(this.chosen, width, this.config);
       plot.classList.toggle("narrow", width < NARROW);
       if (!spec.datasets.rows.length) return plot.replaceChildren(html("p", { class: "empty" }, "All methods here are hidden: choose one above."));

@@ -136,17 +136,17 @@ def line_spec(
             "encoding": {"x": at_x, "y": at_y, "color": colour, "strokeDash": dash},
         }
     )
-    layers.append(
+    if goal is not None:
+        layers += _goal_layers(goal, y)
+    labels = _labels(inside, names, y, height, flat or {})
+    layers += _label_layers(at_x, at_y, colour, dash, shape)
+    layers.append(  # on top, so that the pointer finds them
         {
             "transform": [{"filter": "datum.marker"}],
             "mark": {"type": "point", "clip": True, "filled": True, "size": 12 if thin else 26, "opacity": 1},
             "encoding": {"x": at_x, "y": at_y, "color": colour, "shape": shape, "tooltip": {"field": "tip"}},
         }
     )
-    if goal is not None:
-        layers += _goal_layers(goal, y)
-    labels = _labels(inside, names, y, height, flat or {})
-    layers += _label_layers(at_x, at_y, colour, dash, shape)
     return {
         "height": height,
         "padding": {"left": 4, "top": 8, "bottom": 4, "right": 4},
