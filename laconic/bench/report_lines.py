@@ -64,7 +64,7 @@ class Line:
     tip: Callable[[int], str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one row of data per point that can be drawn: all of its numbers are finite."""
+        """Returns one row of data per point whose numbers are finite. Rows with a tip are drawn with a marker."""
         every = math.ceil(len(self.curve.steps) / MAX_MARKERS)
         rows = []
         for i, step in enumerate(self.curve.steps):
@@ -75,10 +75,11 @@ class Line:
                 "high": self.curve.high[i],
             }
             if all(number is not None and math.isfinite(number) for number in numbers.values()):
-                row = {key: short(number) for key, number in numbers.items()}
+                row: dict[str, Any] = {key: short(number) for key, number in numbers.items()}
                 row |= {key: short(column[i]) for key, column in self.columns.items()}
-                marker = i % every == 0 or i == len(self.curve.steps) - 1
-                rows.append({"method": self.name, "step": step} | row | {"tip": self.tip(i), "marker": marker})
+                if i % every == 0 or i == len(self.curve.steps) - 1:
+                    row["tip"] = self.tip(i)
+                rows.append({"method": self.name, "step": step} | row)
         return rows
 
 
@@ -142,7 +143,7 @@ def line_spec(
     layers += _label_layers(at_x, at_y, colour, dash, shape)
     layers.append(  # on top, so that the pointer finds them
         {
-            "transform": [{"filter": "datum.marker"}],
+            "transform": [{"filter": "datum.tip"}],
             "mark": {"type": "point", "clip": True, "filled": True, "size": 12 if thin else 26, "opacity": 1},
             "encoding": {"x": at_x, "y": at_y, "color": colour, "shape": shape, "tooltip": {"field": "tip"}},
         }

@@ -9,7 +9,7 @@ from functools import partial
 
 from laconic.bench.record import Point, Record, StepTime, mean_step_time
 
-MAX_CURVE_POINTS = 240  # more than a chart has room for
+MAX_CURVE_POINTS = 120  # more than a chart has room for
 LOSS_WINDOWS = 100
 
 

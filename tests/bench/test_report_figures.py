@@ -80,7 +80,7 @@ def test_contenders_differ_in_more_than_colour() -> None:
 
 def test_markers_are_where_something_was_measured() -> None:
     records = [run(SHAPES[0], seed, steps=100) for seed in (0, 1)]
-    marked = [row["step"] for row in rows(figures(records)["metric-steps"], "ddp") if row["marker"]]
+    marked = [row["step"] for row in rows(figures(records)["metric-steps"], "ddp") if "tip" in row]
     assert marked == [point.step for point in records[0].points]
 
 
