@@ -60,14 +60,14 @@ class Axis:
 
     def share(self, value: float) -> float:
         """Returns where a value lies between the start (0) and the end (1) of the domain."""
-        low, high, value = (math.log(v) for v in (self.low, self.high, value)) if self.log else (
-            self.low, self.high, value)  # fmt: skip
-        return (value - low) / (high - low)
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
     def value(self, share: float) -> float:
         """Returns the value at a share of the domain: the inverse of `share`."""
         if self.log:
-            return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
+            return self.low * math.exp(share * math.log(self.high / self.low))
         return self.low + share * (self.high - self.low)
 
 
@@ -115,7 +115,7 @@ def log_ticks(low: float, high: float, size: float, wanted: int = 8) -> list[flo
 
     Example:
         >>> log_ticks(0.5, 30, 1)
-        [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
+        [0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0]
     """
     exponents = range(math.floor(math.log10(low / size)), math.ceil(math.log10(high / size)) + 1)
     ticks: list[float] = []

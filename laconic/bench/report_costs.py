@@ -20,14 +20,20 @@ HEIGHT = 240
 
 def bytes_per_step(c: Comparison) -> Figure | None:
     """Returns payload and network traffic per step, on a logarithmic scale."""
-    rows, points = [], []
+    rows: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
     for summary in c.ran:
         channels = summary.payload_nbytes_per_step
         payload, nic = sum(channels.values()), summary.nic_nbytes_per_step
         parts = ", ".join(f"{channel} {nbytes_text(nbytes)}" for channel, nbytes in channels.items() if nbytes)
         tip = f"{summary.name}\npayload {nbytes_text(payload)}" + (f" ({parts})" if parts else "")
         tip += "" if nic is None else f"\nnetwork interface {nbytes_text(nic)}"
-        row = {"method": summary.name, "payload": short(payload), "nic": short(nic), "text": nbytes_text(payload)}
+        row: dict[str, Any] = {
+            "method": summary.name,
+            "payload": short(payload),
+            "nic": short(nic),
+            "text": nbytes_text(payload),
+        }
         rows.append(row | {channel: short(nbytes) for channel, nbytes in channels.items()})
         for kind, value in {"payload": payload, "network interface": nic}.items():
             if payload and value:
@@ -61,7 +67,7 @@ def step_time(c: Comparison) -> Figure | None:
             ends |= {"share_start": start / time.total, "share_end": (start + seconds) / time.total}
             parts.append({"method": summary.name, "part": part, "tip": tip} | {k: short(v) for k, v in ends.items()})
             start += seconds
-        row = {"method": summary.name, "text": seconds_text(time.total), "total": short(time.total)}
+        row: dict[str, Any] = {"method": summary.name, "text": seconds_text(time.total), "total": short(time.total)}
         rows.append(row | {part: short(seconds) for part, seconds in split.items()})
     if not rows:
         return None
@@ -79,7 +85,8 @@ def step_time(c: Comparison) -> Figure | None:
 
 def waiting(c: Comparison) -> Figure | None:
     """Returns the waiting time of each worker, one dot per rank."""
-    rows, points = [], []
+    rows: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
     for summary in c.communicating:
         waits = [time.waiting for time in summary.worker_step_times]
         known = [max(wait, 0.0) for wait in waits if wait is not None]

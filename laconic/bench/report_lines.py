@@ -12,7 +12,7 @@ from laconic.bench.report_axes import Axis, spread_out
 from laconic.bench.report_style import CHARACTER_PX, INK, Look, scale
 from laconic.bench.summary import Curve
 
-MAX_MARKERS = 40  # of one line; with more they merge into a thick line
+MAX_MARKERS = 60  # of one line; with more they merge into a thick line
 LABEL_PX = 16
 LABEL_CHARACTERS = 28  # longer names end in "…"; the legend and the table have them in full
 Encoding = dict[str, Any]
@@ -65,8 +65,8 @@ class Line:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns one row of data per point whose numbers are finite. Rows with a tip are drawn with a marker."""
-        every = math.ceil(len(self.curve.steps) / MAX_MARKERS)
-        rows = []
+        rows: list[dict[str, Any]] = []
+        indices: list[int] = []
         for i, step in enumerate(self.curve.steps):
             numbers = {
                 "x": self.x[i],
@@ -75,11 +75,13 @@ class Line:
                 "high": self.curve.high[i],
             }
             if all(number is not None and math.isfinite(number) for number in numbers.values()):
-                row: dict[str, Any] = {key: short(number) for key, number in numbers.items()}
-                row |= {key: short(column[i]) for key, column in self.columns.items()}
-                if i % every == 0 or i == len(self.curve.steps) - 1:
-                    row["tip"] = self.tip(i)
-                rows.append({"method": self.name, "step": step} | row)
+                numbers |= {key: column[i] for key, column in self.columns.items()}
+                rows.append({"method": self.name, "step": step} | {key: short(value) for key, value in numbers.items()})
+                indices.append(i)
+        every = math.ceil(len(rows) / MAX_MARKERS)
+        for k, (row, i) in enumerate(zip(rows, indices, strict=True)):
+            if k % every == 0 or k == len(rows) - 1:
+                row["tip"] = self.tip(i)
         return rows
 
 
@@ -162,7 +164,7 @@ def _goal_layers(goal: tuple[float, str], y: Axis) -> list[dict[str, Any]]:
     at = {"datum": value, **y.vega()}
     halo = {"stroke": "#ffffff", "strokeWidth": 4, "strokeJoin": "round", "opacity": 0.85}
     look = {"type": "text", "align": "left", "baseline": "bottom", "dx": 6, "dy": -4, "fontWeight": 600, "text": text}
-    nowhere = {"values": [{}]}  # one row: the marks do not depend on data
+    nowhere: Encoding = {"values": [{}]}  # one row: the marks do not depend on data
     return [
         {"data": nowhere, "mark": {"type": "rule", "strokeDash": [4, 3], "color": INK}, "encoding": {"y": at}},
         {"data": nowhere, "mark": look | halo, "encoding": {"y": at, "x": {"value": 0}}},
@@ -174,15 +176,14 @@ def _labels(
     rows: list[dict[str, Any]], names: list[str], y: Axis, height: int, flat: dict[str, float]
 ) -> list[dict[str, Any]]:
     """Returns where each line ends, and where its label stands in the column at the right."""
-    ends = {
-        name: max((r for r in rows if r["method"] == name), key=lambda r: r["x"]) for name in names if name not in flat
-    }
-    values = {name: min(max(flat.get(name, ends.get(name, {}).get("value")), y.low), y.high) for name in names}
+    lasts = {row["method"]: row for row in sorted(rows, key=lambda row: float(row["x"]))}
+    ends = {name: flat[name] if name in flat else float(lasts[name]["value"]) for name in names}
+    values = {name: min(max(end, y.low), y.high) for name, end in ends.items()}
     places = spread_out([height * (1 - y.share(values[name])) for name in names], LABEL_PX, height)
     return [
         {
             "method": name,
-            "x": None if name in flat else ends[name]["x"],
+            "x": None if name in flat else lasts[name]["x"],
             "value": values[name],
             "place": short(y.value(1 - place / height)),
         }

@@ -223,7 +223,8 @@ def _metric_lines(c: Comparison, summaries: Sequence[Summary], over: str) -> lis
         curve = summary.curve(lambda point: point.values[c.metric])
         seconds = values_at(curve, summary.curve(lambda point: point.seconds))
         nbytes = values_at(curve, summary.curve(lambda point: point.payload_nbytes))
-        x = {"seconds": seconds, "payload_nbytes": nbytes, "step": [float(step) for step in curve.steps]}[over]
+        steps: list[float | None] = [float(step) for step in curve.steps]
+        x = {"seconds": seconds, "payload_nbytes": nbytes, "step": steps}[over]
         tip = _tip(summary.name, c.metric, curve, seconds, nbytes)
         lines.append(Line(summary.name, x, curve, {"seconds": seconds, "bytes": nbytes}, tip))
     return lines

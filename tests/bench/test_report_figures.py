@@ -72,7 +72,7 @@ def test_contenders_differ_in_more_than_colour() -> None:
         records[-1].name += f"+setting={i}"
     by_name = looks(summarize(records))
     assert len({(look.colour, tuple(look.dash), look.shape) for look in by_name.values()}) == 24
-    dashes = {record.is_baseline: set() for record in records}
+    dashes: dict[bool, set[tuple[int, ...]]] = {record.is_baseline: set() for record in records}
     for record in records:
         dashes[record.is_baseline].add(tuple(by_name[record.name].dash))
     assert not dashes[True] & dashes[False], "a baseline never has the line of a method"
