@@ -43,7 +43,15 @@ def main() -> None:
 
 
 def _commands() -> Any:
-    kinds = {"methods": Methods, "train": Train, "compare": Compare, "demo": Demo, "data": Data, "store": Store}
+    kinds = {
+        "methods": Methods,
+        "train": Train,
+        "compare": Compare,
+        "report": Report,
+        "demo": Demo,
+        "data": Data,
+        "store": Store,
+    }
     named = [Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items()]
     return typing.Union[tuple(named)]  # noqa: UP007  the members come from a table
 
@@ -212,7 +220,7 @@ class Compare(CommonOptions):
         contenders = [parse_contender(name) for name in chosen]
         # `none` comes first: its step time is the compute time, from which the waiting time of baselines follows.
         contenders.sort(key=lambda contender: contender.method != "none")
-        plan = self.plan(settings)
+        plan = dataclasses.replace(self.plan(settings), target=self.target_accuracy)
         prepare_folder(self.out, self.overwrite)
         console = _console()
         records = compare(contenders, plan, self.seeds, self.out, Display(console))
@@ -223,6 +231,48 @@ class Compare(CommonOptions):
         for record in failed:
             _fail(f"{record.name} (seed {record.seed}): {record.reason}", 1)
         return 1 if failed else 0
+
+
+@dataclass
+class Report:
+    """Draw the report of earlier runs again, or one report of the runs in several folders."""
+
+    directories: Positional[tuple[Path, ...]]
+    """output folders of compare, train or report; their runs are joined"""
+    out: Path | None = None
+    """the folder for runs.jsonl and index.html: by default the only folder; one of them to add to it, or a new one"""
+    target: float | None = None
+    """a value of the task's metric; by default that of the runs"""
+    overwrite: bool = False
+    """replace the runs of an earlier report in --out"""
+
+    def run(self, settings: dict[str, str]) -> int:
+        from laconic.bench.join import common_target, join_runs, write_runs
+        from laconic.bench.record import RunsFile
+        from laconic.bench.report import check_same_task, write_report
+        from laconic.bench.table import table
+
+        _reject_settings(settings, self)
+        if not self.directories:
+            raise ValueError("name at least one folder with runs: laconic report runs/compare")
+        if self.out is None and len(self.directories) > 1:
+            raise ValueError("several folders need --out: one of them to add the runs of the others, or a new folder")
+        out = self.out or self.directories[0]
+        records = join_runs(self.directories)
+        check_same_task(records)
+        target = common_target(records) if self.target is None else self.target
+        if out.resolve() in [directory.resolve() for directory in self.directories]:
+            present = join_runs([out])
+            for record in records:
+                if record not in present:
+                    RunsFile(out).append(record)
+        else:
+            write_runs(records, out, self.overwrite)
+        write_report(records, out / "index.html", target)
+        console = _console()
+        console.print(table(records, target))
+        console.print(f"report: {out / 'index.html'}", highlight=False, soft_wrap=True)
+        return 0
 
 
 @dataclass

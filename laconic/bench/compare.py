@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from laconic.bench.record import Record, RunsFile, StepTime
+from laconic.bench.record import Record, RunsFile, StepTime, mean_step_time
 from laconic.bench.run import Plan, run
 from laconic.bench.strategies import Contender, parse_contender
 from laconic.rules import check_number
@@ -76,11 +76,14 @@ def _infer_baseline_waiting(record: Record, earlier: list[Record]) -> None:
     DDP does not report how long it waits. The step time of `none` with the same seed is the compute time; the rest is
     waiting.
     """
-    alone = next((r.step_time for r in earlier if r.method == "none" and r.seed == record.seed and r.step_time), None)
-    time = record.step_time
-    if time is not None and time.compute is None and alone is not None:
-        compute = min(alone.total, time.total)
-        record.step_time = StepTime(time.total, compute, time.total - compute, 0.0)
+    alone = next((r for r in earlier if r.method == "none" and r.seed == record.seed and r.status == "ok"), None)
+    if alone is None or record.step_time is None or record.step_time.compute is not None:
+        return
+    pairs = zip(record.worker_step_times, alone.worker_step_times, strict=True)
+    record.worker_step_times = [
+        StepTime(time.total, compute := min(own.total, time.total), time.total - compute, 0.0) for time, own in pairs
+    ]
+    record.step_time = mean_step_time(record.worker_step_times)
 
 
 def prepare_folder(directory: Path, overwrite: bool) -> None:

@@ -7,12 +7,13 @@ import errno
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 2
-# Schema 1 used other names for the same fields.
+SCHEMA = 3
+# Schema 2 had neither `target` nor `worker_step_times`. Schema 1 also used other names for some fields.
 _RENAMED_FIELDS = {
     "way": "method",
     "is_peer": "is_baseline",
@@ -46,7 +47,7 @@ class Point:
 
 @dataclass
 class StepTime:
-    """Where the seconds of an average step go, mean over workers. None: not measured.
+    """Where the seconds of an average step go. None: not measured.
 
     Args:
         total: The whole step.
@@ -59,6 +60,23 @@ class StepTime:
     compute: float | None
     waiting: float | None
     overhead: float | None
+
+
+def mean_step_time(times: Sequence[StepTime]) -> StepTime | None:
+    """Returns the mean of several step times, or None if there are none. A part that one of them lacks is None."""
+    if not times:
+        return None
+
+    def mean(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if len(known) == len(values) else None
+
+    return StepTime(
+        sum(time.total for time in times) / len(times),
+        compute=mean([time.compute for time in times]),
+        waiting=mean([time.waiting for time in times]),
+        overhead=mean([time.overhead for time in times]),
+    )
 
 
 @dataclass
@@ -83,10 +101,12 @@ class Record:
     date: str
     versions: dict[str, str]
     machine: str
+    target: float | None = None  # the value of the metric to which the comparison measures time, if any
     status: str = "ok"  # or "failed"
     reason: str = ""
     seconds: float = 0.0
-    step_time: StepTime | None = None
+    step_time: StepTime | None = None  # mean over workers
+    worker_step_times: list[StepTime] = field(default_factory=list)  # by rank
     payload_nbytes_per_step: dict[str, float] = field(default_factory=dict)  # by channel, mean over workers
     nic_nbytes_per_step: float | None = None
     peak_memory_nbytes: int = 0  # of the worker with the highest peak
@@ -133,8 +153,19 @@ class RunsFile:
                 raise OSError(error.errno, what, str(self.path)) from error
 
     def read(self) -> list[Record]:
-        """Returns all runs, those of older schemas included."""
-        return [parse_record(line) for line in self.path.read_text().splitlines()]
+        """Returns all runs, those of older schemas included.
+
+        Raises:
+            ValueError: A line is not a run that laconic wrote; the message has the line's number.
+        """
+        records = []
+        for number, line in enumerate(self.path.read_text(errors="replace").splitlines(), start=1):
+            try:
+                records.append(parse_record(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                what = "" if isinstance(error, json.JSONDecodeError) else f" ({error})"
+                raise ValueError(f"{self.path}, line {number} is not a run that laconic wrote{what}") from error
+        return records
 
 
 def _to_json(value: Any) -> Any:
@@ -153,21 +184,24 @@ def parse_record(line: str) -> Record:
         ValueError: The line has a schema that this version of laconic cannot read.
     """
     data = json.loads(line)
-    if data.get("schema") == 1:
+    if not isinstance(data, dict) or data.get("schema") not in range(1, SCHEMA + 1):
+        schema = data.get("schema") if isinstance(data, dict) else None
+        raise ValueError(f"a run must have a schema from 1 to {SCHEMA}, not {schema!r}")
+    if data["schema"] == 1:
         data = _from_schema_1(data)
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"runs.jsonl must have schema 1 or {SCHEMA}, not {data.get('schema')!r}")
+    data["schema"] = SCHEMA
     for point in data["points"]:
         for column in ("values", "method_metrics"):
             point[column] = {name: float(value) for name, value in point[column].items()}
     data["points"] = [Point(**point) for point in data["points"]]
     data["step_time"] = data["step_time"] and StepTime(**data["step_time"])
+    data["worker_step_times"] = [StepTime(**time) for time in data.get("worker_step_times", [])]
     data["train_loss"] = [(step, float(loss)) for step, loss in data["train_loss"]]
     return Record(**data)
 
 
 def _from_schema_1(data: dict[str, Any]) -> dict[str, Any]:
-    new = _renamed(data, _RENAMED_FIELDS) | {"schema": SCHEMA}
+    new = _renamed(data, _RENAMED_FIELDS)
     new["points"] = [_renamed(point, _RENAMED_POINT_FIELDS) for point in data["points"]]
     new["step_time"] = data["split"] and _renamed(data["split"], _RENAMED_TIME_FIELDS)
     return new

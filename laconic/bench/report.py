@@ -1,32 +1,34 @@
 """Writes the report of a comparison as one self-contained HTML page: result, charts, figures, and how to repeat it.
 
-`report.js` draws the charts without a charting library, so the page is small, loads nothing from the network, and one
-legend controls all charts.
+`report.js` draws the figures with the copy of Vega-Lite that the page embeds. The page loads nothing from the network.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from laconic.bench.baselines import WITHOUT_COMMUNICATION
 from laconic.bench.headline import headline
 from laconic.bench.record import Record
-from laconic.bench.report_table import failures_html, table_html
-from laconic.bench.summary import Curve, Summary, summarize
-from laconic.bench.units import is_share, labelled_metric_text, link_text, metric_name, number_text
+from laconic.bench.report_figures import figures_of, provenance
+from laconic.bench.report_lines import Figure
+from laconic.bench.report_style import Look, config, dark_css, looks, sample_html
+from laconic.bench.report_table import failures_html, table_data, table_html
+from laconic.bench.summary import Summary, summarize
+from laconic.bench.units import labelled_metric_text, link_text, metric_name, number_text
 from laconic.version import __version__
-
-COLOURS = {True: 6, False: 8}  # the number of colours in report.css for baselines and for methods
 
 
 def write_report(records: Sequence[Record], path: Path, target: float | None = None) -> None:
@@ -49,8 +51,8 @@ def write_report(records: Sequence[Record], path: Path, target: float | None = N
         unfinished.unlink(missing_ok=True)
 
 
-def render(records: Sequence[Record], target: float | None = None) -> str:
-    """Returns the report as HTML.
+def check_same_task(records: Sequence[Record]) -> None:
+    """Checks that runs can be in one report.
 
     Raises:
         ValueError: There are no runs, or the runs are of different tasks.
@@ -61,113 +63,95 @@ def render(records: Sequence[Record], target: float | None = None) -> str:
         values = {getattr(record, key) for record in records}
         if len(values) > 1:
             raise ValueError(f"the runs of one report must have the same {key}, not {sorted(map(str, values))}")
+
+
+def render(records: Sequence[Record], target: float | None = None) -> str:
+    """Returns the report as HTML.
+
+    Raises:
+        ValueError: There are no runs, or the runs are of different tasks.
+    """
+    check_same_task(records)
     summaries = summarize(records)
-    colours = colour_classes(summaries)
+    ran = sorted((s for s in summaries if s.runs), key=lambda s: (s.method in WITHOUT_COMMUNICATION, s.is_baseline))
+    look_of = {summary.name: looks(summaries)[summary.name] for summary in ran}
+    figures = figures_of(summaries, target)
     result = headline(summaries, target)
-    script = _asset("report.js")
+    scripts = {"vega": _asset("vendor/vega.min.js"), "script": _asset("report.js")}
     return Template(_asset("report.html")).substitute(
-        policy=_policy(script),
+        scripts,
+        policy=_policy(scripts.values()),
         title=escape(f"laconic: {result.sentence}"),
-        css=_asset("report.css"),
-        date=escape(max(record.date for record in records)),
+        css=_asset("report.css") + dark_css(":is(.plot, .sample) "),
+        date=escape(_minute(max(record.date for record in records))),
         headline=escape(_join_units(result.sentence)),
         details="".join(f'<p class="detail">{escape(_join_units(detail))}</p>' for detail in result.details),
         facts="".join(f"<li>{escape(fact)}</li>" for fact in _facts(records)),
         warnings="".join(f'<p class="warning">{escape(text)}</p>' for text in _warnings(records, summaries)),
-        table=table_html(summaries, target, colours),
+        legend=_legend_html(look_of),
+        figures=_figures_html(figures, provenance(records), look_of),
+        table=table_html(summaries, target, look_of),
         failures=failures_html(records),
         setup=_setup_html(records, target),
         version=escape(__version__),
-        data=_json(_chart_data(records, summaries, colours, target)),
-        script=script,
+        licences=escape(_asset("vendor/LICENSES.txt")),
+        data=_json(_data(figures, summaries, target)),
     )
 
 
-def colour_classes(summaries: Sequence[Summary]) -> dict[str, str]:
-    """Returns the CSS class of each contender: vivid colours for methods, muted ones for baselines."""
-    seen = {True: 0, False: 0}
-    classes = {}
-    for summary in summaries:
-        baseline = summary.is_baseline
-        classes[summary.name] = f"{'baseline' if baseline else 'method'}-{seen[baseline] % COLOURS[baseline]}"
-        seen[baseline] += 1
-    return classes
+def _figure_html(figure: Figure, source: str, look_of: dict[str, Look]) -> str:
+    names = [row["method"] for row in figure.spec["datasets"].get("labels", [])]  # rows of bars are named in the figure
+    items = "".join(f'<li data-name="{escape(n)}">{sample_html(look_of[n])}{escape(n)}</li>' for n in names)
+    keys = f'<ul class="keys">{items}</ul>' if names else ""
+    return (
+        f'<figure id="{figure.id}" class="{figure.size}"><figcaption><h2>{escape(figure.title)}</h2>'
+        f'<div class="options"></div><p class="note">{escape(figure.note)}</p></figcaption>'
+        f'<div class="plot"></div>{keys}<p class="source">{escape(source)}</p></figure>'
+    )
 
 
-def _chart_data(
-    records: Sequence[Record], summaries: Sequence[Summary], colours: dict[str, str], target: float | None
-) -> dict[str, Any]:
-    metric = records[0].metric
-    return {
-        "metric": metric_name(metric),
-        "share": is_share(metric),
-        "higher": records[0].higher_is_better,
-        "target": target,
-        "targetText": None if target is None else labelled_metric_text(metric, target),
-        "seeds": max(len(summary.runs) for summary in summaries),
-        "methods": [
-            _method_data(summary, metric, colours[summary.name], target) for summary in summaries if summary.runs
-        ],
-    }
+def _figures_html(figures: Sequence[Figure], source: str, look_of: dict[str, Look]) -> str:
+    """Returns the empty frames of all figures, those of the methods' own metrics folded away."""
+    shown = "".join(_figure_html(figure, source, look_of) for figure in figures if not figure.folded)
+    folded = "".join(_figure_html(figure, source, look_of) for figure in figures if figure.folded)
+    if folded:
+        shown += (
+            '<details class="internals whole"><summary>What the methods report of themselves</summary>'
+            f'<div class="charts">{folded}</div></details>'
+        )
+    return shown
 
 
-def _method_data(summary: Summary, metric: str, colour: str, target: float | None) -> dict[str, Any]:
-    curve = summary.curve(lambda point: point.values[metric])
-    time = summary.step_time
-    cost = None if target is None else summary.to_target(target)
-    return {
-        "name": summary.name,
-        "baseline": summary.is_baseline,
-        "colour": colour,
-        "metric": {
-            **_columns(curve),
-            "seconds": _at(curve, summary.curve(lambda point: point.seconds)),
-            "payload": _at(curve, summary.curve(lambda point: point.payload_nbytes)),
-        },
-        "loss": _columns(summary.loss_curve()),
-        "metrics": {key: _columns(metrics) for key, metrics in summary.method_curves().items()},
-        "stepTime": time and {key: _short(value) for key, value in vars(time).items()},
-        "payload": {channel: _short(nbytes) for channel, nbytes in summary.payload_nbytes_per_step.items()},
-        "target": cost
-        and {
-            "seconds": _short(cost.seconds),
-            "payload": _short(cost.payload_nbytes),
-            "step": _short(cost.step),
-            "reached": cost.reached,
-            "seeds": cost.seeds,
-        },
-        "nic": _short(summary.nic_nbytes_per_step),
-    }
+def _legend_html(look_of: dict[str, Look]) -> str:
+    buttons = "".join(
+        f'<button type="button" data-name="{escape(name)}" aria-pressed="true" '
+        f'title="click: show or hide; double click: only this one">{sample_html(look)}{escape(name)}</button>'
+        for name, look in look_of.items()
+    )
+    return buttons + '<button type="button" class="all" hidden>show all</button>'
 
 
-def _columns(curve: Curve) -> dict[str, Any]:
-    return {
-        "step": curve.steps,
-        "mean": [_short(value) for value in curve.mean],
-        "low": [_short(value) for value in curve.low],
-        "high": [_short(value) for value in curve.high],
-    }
-
-
-def _at(curve: Curve, other: Curve) -> list[float | None]:
-    """Returns the means of `other` at the steps of `curve`."""
-    means = dict(zip(other.steps, other.mean, strict=True))
-    return [_short(means.get(step)) for step in curve.steps]
-
-
-def _short(value: float | None) -> float | None:
-    """Rounds to six digits, more than a chart can show; NaN and infinity become None, which is not drawn."""
-    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+def _data(figures: Sequence[Figure], summaries: Sequence[Summary], target: float | None) -> dict[str, Any]:
+    """Returns what `report.js` reads. Alternatives of a figure hold only the datasets that differ."""
+    listed = []
+    for figure in figures:
+        entry = dataclasses.asdict(figure)
+        for other in entry["alternatives"].values():
+            shared = entry["spec"]["datasets"]
+            other["datasets"] = {key: rows for key, rows in other["datasets"].items() if rows != shared.get(key)}
+        listed.append(entry)
+    return {"figures": {"config": config(), "list": listed}, "table": table_data(summaries, target)}
 
 
 def _json(data: dict[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _policy(script: str) -> str:
-    """Returns a Content-Security-Policy that allows the page its own script and style, and no requests."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+def _policy(scripts: Iterable[str]) -> str:
+    """Returns a Content-Security-Policy that allows the page its own scripts and style, and no requests."""
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
 
 
 def _asset(name: str) -> str:
@@ -227,7 +211,7 @@ def _setup_html(records: Sequence[Record], target: float | None) -> str:
         "ρ (all-reduce / compute)": joined(lambda r: "not set" if r.rho is None else number_text(r.rho)),
         "Steps": joined(lambda r: f"{r.steps:,}"),
         "Seeds": ", ".join(_distinct(records, lambda r: str(r.seed))),
-        "Date": joined(lambda r: r.date),
+        "Date": " to ".join(sorted({_minute(min(r.date for r in records)), _minute(max(r.date for r in records))})),
         "Machine": joined(lambda r: r.machine),
         "Versions": joined(lambda r: _settings_text(r.versions)),
     }
@@ -250,6 +234,11 @@ def _setup_html(records: Sequence[Record], target: float | None) -> str:
 def _join_units(sentence: str) -> str:
     """Puts a no-break space between each number and its unit, so that no line breaks there."""
     return re.sub(r"(?<=\d) (?=(?:%|[µm]?s|[kMGT]?B|min|h|[kMG]bit/s)(?!\w))", "\u00a0", sentence)
+
+
+def _minute(date: str) -> str:
+    """Returns an ISO date and time without seconds and time zone, which is UTC."""
+    return date[:16].replace("T", " ")
 
 
 def _settings_text(value: Any) -> str:

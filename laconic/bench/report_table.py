@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from laconic.bench.headline import REFERENCE, factor_text, reached_without_communication
 from laconic.bench.record import Record
+from laconic.bench.report_style import Look, sample_html
 from laconic.bench.summary import Spread, Summary
 from laconic.bench.units import (
     ABSENT,
@@ -21,15 +23,17 @@ from laconic.bench.units import (
 )
 
 
-def table_html(summaries: Sequence[Summary], target: float | None, colours: dict[str, str]) -> str:
+def table_html(summaries: Sequence[Summary], target: float | None, look_of: dict[str, Look]) -> str:
     """Returns a table with one row per contender.
 
     Args:
         summaries: One per contender.
         target: A value of the metric, or None.
-        colours: The CSS class of each contender, by name.
+        look_of: The look of each contender, by name.
     """
     ran = [summary for summary in summaries if summary.runs]
+    if target is not None:
+        ran.sort(key=lambda summary: summary.rank(target))
     if not ran:
         return '<p class="note">All runs failed.</p>'
     first = ran[0].runs[0]
@@ -55,13 +59,37 @@ def table_html(summaries: Sequence[Summary], target: float | None, colours: dict
         for _, cs in groups
         for i, c in enumerate(cs)
     )
-    rows = "".join(_row_html(s, target, reference, channels, colours[s.name], [len(c) for _, c in groups]) for s in ran)
+    rows = "".join(_row_html(s, target, reference, channels, look_of[s.name], [len(c) for _, c in groups]) for s in ran)
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="All figures"><table><thead>'
         f'<tr><th rowspan="2" scope="col">method</th>{head}</tr><tr>{columns}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
+        '<button type="button" class="save save-table">CSV of this table</button>'
         f'<p class="note">{escape(_note(target, trivial))}</p>'
     )
+
+
+def table_data(summaries: Sequence[Summary], target: float | None) -> dict[str, Any]:
+    """Returns the numbers of the table for its CSV file: column names, and one row per contender."""
+    rows = []
+    for s in (summary for summary in summaries if summary.runs):
+        cost = None if target is None else s.to_target(target)
+        time, metric = s.step_time, s.runs[0].metric
+        row: dict[str, Any] = {"method": s.name, "seeds": len(s.runs), "failed": len(s.failed)}
+        if target is not None:
+            row |= {"target": target, "seeds_at_target": cost.reached if cost else 0}
+            row |= {
+                "seconds_to_target": cost and cost.seconds,
+                "payload_nbytes_to_target": cost and cost.payload_nbytes,
+            }
+            row |= {"steps_to_target": cost and cost.step}
+        row |= {f"final_{metric}": s.final and s.final.mean, f"final_{metric}_deviation": s.final and s.final.deviation}
+        row |= {f"{part}_seconds_per_step": time and getattr(time, part)
+                for part in ("total", "compute", "waiting", "overhead")}  # fmt: skip
+        row |= {f"{channel}_nbytes_per_step": nbytes for channel, nbytes in s.payload_nbytes_per_step.items()}
+        row |= {"nic_nbytes_per_step": s.nic_nbytes_per_step, "peak_memory_nbytes": s.peak_memory_nbytes}
+        rows.append({key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()})
+    return {"columns": {key: key for row in rows for key in row}, "rows": rows}
 
 
 def _row_html(
@@ -69,7 +97,7 @@ def _row_html(
     target: float | None,
     reference: Summary | None,
     channels: list[str],
-    colour: str,
+    look: Look,
     widths: list[int],
 ) -> str:
     cells = [
@@ -87,9 +115,7 @@ def _row_html(
     breakable = name.replace("+", "<wbr>+").replace("=", "=<wbr>")
     seeds = len(summary.runs) + len(summary.failed)
     few = f'<span class="few">{len(summary.runs)} of {seeds} seeds</span>' if summary.failed else ""
-    return (
-        f'<tr data-name="{name}"><th scope="row" class="{colour}"><i class="dot"></i>{breakable}{few}</th>{filled}</tr>'
-    )
+    return f'<tr data-name="{name}"><th scope="row">{sample_html(look)}{breakable}{few}</th>{filled}</tr>'
 
 
 def _target_cells(summary: Summary, target: float) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.bench.record import Point, Record, StepTime
+from laconic.bench.record import Point, Record, StepTime, mean_step_time
 from laconic.bench.strategies import Contender, Reading
 from laconic.emulate import hosts_behind
 from laconic.launch import WorkerFailed, spawn
@@ -49,6 +49,7 @@ class Plan:
         save_every: Steps between two checkpoints, or None.
         resume: Whether to continue from `checkpoint`.
         command: The command line, for the record.
+        target: A value of the metric, for the record: reports measure the time to it.
 
     Example:
         >>> from laconic.tasks import Digits
@@ -67,6 +68,7 @@ class Plan:
     save_every: int | None = None
     resume: bool = False
     command: str = ""
+    target: float | None = None
 
     def identity(self) -> str:
         """Returns a description of everything that must stay the same when a run is resumed: all but its length."""
@@ -236,6 +238,7 @@ def _new_record(contender: Contender, plan: Plan) -> Record:
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={"laconic": laconic.__version__, "torch": torch.__version__, "python": platform.python_version()},
         machine=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        target=plan.target,
     )
 
 
@@ -248,15 +251,9 @@ def _add_costs(record: Record, reports: list[WorkerReport]) -> None:
     ]
     steps = len(first.steps)
     steady = steps - WARM_UP_STEPS if steps > WARM_UP_STEPS else steps
-    seconds = _mean([(worker.seconds[-1] - worker.warm_up_seconds) / steady for worker in reports])
     last = [worker.readings[-1] for worker in reports]
-    record.step_time = StepTime(seconds, None, None, None)
-    waited = [(worker.readings[-1].waiting_seconds, worker.warm_up.waiting_seconds) for worker in reports]
-    in_method = [(worker.readings[-1].method_seconds, worker.warm_up.method_seconds) for worker in reports]
-    if all(end is not None for end, _ in waited + in_method):
-        waiting = _mean([((end or 0) - (begin or 0)) / steady for end, begin in waited])
-        overhead = _mean([((end or 0) - (begin or 0)) / steady for end, begin in in_method]) - waiting
-        record.step_time = StepTime(seconds, seconds - waiting - overhead, waiting, overhead)
+    record.worker_step_times = [_step_time(worker, steady) for worker in reports]
+    record.step_time = mean_step_time(record.worker_step_times)
     channels = sorted({channel for reading in last for channel in reading.payload_nbytes})
     record.payload_nbytes_per_step = {
         channel: _mean([reading.payload_nbytes.get(channel, 0.0) for reading in last]) / steps for channel in channels
@@ -265,6 +262,17 @@ def _add_costs(record: Record, reports: list[WorkerReport]) -> None:
     if all(nic is not None for nic in nics):
         record.nic_nbytes_per_step = _mean([float(nic or 0) for nic in nics]) / steps
     record.peak_memory_nbytes = max(worker.peak_memory_nbytes for worker in reports)
+
+
+def _step_time(worker: WorkerReport, steady: int) -> StepTime:
+    """Returns the average step of one worker over its `steady` steps after the warm-up."""
+    total = (worker.seconds[-1] - worker.warm_up_seconds) / steady
+    end, begin = worker.readings[-1], worker.warm_up
+    if end.waiting_seconds is None or end.method_seconds is None:
+        return StepTime(total, None, None, None)
+    waiting = (end.waiting_seconds - (begin.waiting_seconds or 0)) / steady
+    overhead = (end.method_seconds - (begin.method_seconds or 0)) / steady - waiting
+    return StepTime(total, total - waiting - overhead, waiting, overhead)
 
 
 def _add_evaluations(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from laconic.bench.record import Point, Record, StepTime
+from laconic.bench.record import Point, Record, StepTime, mean_step_time
 
-MAX_CURVE_POINTS = 240  # more than a chart has room for
+MAX_CURVE_POINTS = 120  # more than a chart has room for
 LOSS_WINDOWS = 100
 
 
@@ -37,6 +37,8 @@ class ToTarget:
 
     Args:
         seconds: Training time.
+        lowest_seconds: Training time of the fastest seed.
+        highest_seconds: Training time of the slowest seed that reached the target.
         payload_nbytes: Bytes sent by one worker.
         step: The number of steps.
         reached: The number of seeds that reached the target.
@@ -44,6 +46,8 @@ class ToTarget:
     """
 
     seconds: float
+    lowest_seconds: float
+    highest_seconds: float
     payload_nbytes: float
     step: float
     reached: int
@@ -80,16 +84,16 @@ class Summary:
 
     @property
     def step_time(self) -> StepTime | None:
-        times = [record.step_time for record in self.runs if record.step_time is not None]
-        total = mean(time.total for time in times)
-        if total is None:
-            return None
-        return StepTime(
-            total,
-            compute=mean_if_all(time.compute for time in times),
-            waiting=mean_if_all(time.waiting for time in times),
-            overhead=mean_if_all(time.overhead for time in times),
-        )
+        return mean_step_time([record.step_time for record in self.runs if record.step_time is not None])
+
+    @property
+    def worker_step_times(self) -> list[StepTime]:
+        """Returns the step time of each rank, mean over seeds; empty if a run did not record it for each rank."""
+        ranks = {len(record.worker_step_times) for record in self.runs}
+        if len(ranks) != 1:
+            return []
+        means = [mean_step_time(times) for times in zip(*(r.worker_step_times for r in self.runs), strict=True)]
+        return [time for time in means if time is not None]
 
     @property
     def payload_nbytes_per_step(self) -> dict[str, float]:
@@ -114,11 +118,18 @@ class Summary:
             return None
         return ToTarget(
             seconds=sum(point.seconds for point in points) / len(points),
+            lowest_seconds=min(point.seconds for point in points),
+            highest_seconds=max(point.seconds for point in points),
             payload_nbytes=sum(point.payload_nbytes for point in points) / len(points),
             step=sum(point.step for point in points) / len(points),
             reached=len(points),
             seeds=len(self.runs),
         )
+
+    def rank(self, target: float) -> tuple[bool, float]:
+        """Returns the key that sorts contenders by the time to the target; those that some seed misses come last."""
+        cost = self.to_target(target)
+        return (cost is None or not cost.by_all, cost.seconds if cost else math.inf)
 
     def curve(self, quantity: Callable[[Point], float | None]) -> Curve:
         """Returns a quantity at the steps that all seeds evaluated."""

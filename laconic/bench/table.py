@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from laconic.bench.headline import REFERENCE, headline, reached_without_communication
 from laconic.bench.record import Record
 from laconic.bench.summary import Summary, summarize
 from laconic.bench.units import ABSENT, link_text, metric_text, nbytes_text, number_text, seconds_text
@@ -14,14 +15,21 @@ from laconic.bench.units import ABSENT, link_text, metric_text, nbytes_text, num
 def table(records: Sequence[Record], target: float | None) -> Table:
     """Returns a table with one row per contender: means over seeds, and the standard deviation of the metric.
 
+    The result in words stands below it. A target that workers reach without communication shows no speed-up.
+
     Args:
         records: The runs of the comparison.
-        target: A value of the metric; if given, the table has a column with the time to reach it.
+        target: A value of the metric; if given, the table has a column with the time to reach it, and is sorted by it.
     """
     summaries = summarize(records)
+    if target is not None:
+        summaries.sort(key=lambda summary: summary.rank(target))
     metric = records[0].metric
-    ddp = next((s.step_time for s in summaries if s.method == "ddp" and s.step_time is not None), None)
-    result = Table(title=_title(records))
+    ddp = next((s.step_time for s in summaries if s.method == REFERENCE and s.step_time is not None), None)
+    if target is not None and reached_without_communication(summaries, target) is not None:
+        ddp = None
+    words = headline(summaries, target)
+    result = Table(title=_title(records), caption=" ".join([words.sentence, *words.details]), caption_justify="left")
     result.add_column("method", no_wrap=True)
     headers = ["ms/step", "compute", "waiting", "overhead", "payload/step", "NIC bytes/step", metric]
     if target is not None:

@@ -59,6 +59,10 @@ def run(shape: Shape, seed: int, steps: int = STEPS) -> Record:
     known = not shape.is_baseline
     overhead = 0.006 if known else None
     waiting = pace - compute - 0.006 if known else pace - compute if method != "powersgd" else None
+    time = StepTime(
+        pace, compute if method != "powersgd" else None, max(0.0, waiting) if waiting is not None else None, overhead
+    )
+    workers = [StepTime(pace, time.compute, time.waiting and time.waiting * k, overhead) for k in (0.9, 1.0, 1.2, 0.9)]
     return Record(
         name=shape.name,
         method=method,
@@ -80,9 +84,8 @@ def run(shape: Shape, seed: int, steps: int = STEPS) -> Record:
         versions={"laconic": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
         machine="2 cores AMD EPYC, 24 GiB, no GPU",
         seconds=steps * pace,
-        step_time=StepTime(
-            pace, compute if method != "powersgd" else None, max(0.0, waiting) if waiting else None, overhead
-        ),
+        step_time=time,
+        worker_step_times=workers,
         payload_nbytes_per_step={"foreground": shape.foreground}
         | ({"background": shape.background} if shape.background else {}),
         nic_nbytes_per_step=payload * 1.041,
@@ -95,7 +98,7 @@ def run(shape: Shape, seed: int, steps: int = STEPS) -> Record:
 def failed(record: Record, reason: str) -> Record:
     """Turns a record into one of a failed run."""
     record.status, record.reason = "failed", reason
-    record.points, record.train_loss, record.step_time = [], [], None
+    record.points, record.train_loss, record.step_time, record.worker_step_times = [], [], None, []
     record.payload_nbytes_per_step, record.nic_nbytes_per_step = {}, None
     return record
 

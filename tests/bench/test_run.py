@@ -136,6 +136,7 @@ def some_record() -> Record:
         name="ddp", method="ddp", is_baseline=True, settings={}, task="digits", task_settings={}, metric="accuracy",
         higher_is_better=True, parameters=10, workers=2, link="none", rho=None, steps=5, seed=0, command="", date="",
         versions={}, machine="", step_time=StepTime(1.0, None, None, None),
+        worker_step_times=[StepTime(0.75, None, None, None), StepTime(1.25, None, None, None)],
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def test_a_run_that_diverged_is_written_as_valid_json(tmp_path: Path) -> None:
 
 def test_an_unknown_schema_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"schema": 99}\n')
-    with pytest.raises(ValueError, match="must have schema 1 or 2, not 99"):
+    with pytest.raises(ValueError, match=r"line 1 is not a run .*schema from 1 to 3, not 99"):
         RunsFile(tmp_path).read()
 
 
@@ -182,7 +183,9 @@ def test_schema_1_is_still_read(tmp_path: Path) -> None:
     record = some_record()
     record.points.append(Point(1, 0.5, 10.0, 11.0, {"loss": 1.0, "accuracy": 0.1}, {"period": 4.0}))
     record.nic_nbytes_per_step = 11.0
+    record.worker_step_times = []
     old = dataclasses.asdict(record) | {"schema": 1}
+    del old["worker_step_times"], old["target"]
     for new_name, name in (("method", "way"), ("is_baseline", "is_peer"), ("step_time", "split")):
         old[name] = old.pop(new_name)
     old["card_nbytes_per_step"] = old.pop("nic_nbytes_per_step")
@@ -195,8 +198,10 @@ def test_schema_1_is_still_read(tmp_path: Path) -> None:
 
 def test_the_time_of_a_baseline_beyond_computing_is_waiting() -> None:
     alone = dataclasses.replace(some_record(), method="none", step_time=StepTime(0.25, 0.25, 0.0, 0.0))
+    alone.worker_step_times = [StepTime(0.25, 0.25, 0.0, 0.0)] * 2
     record = some_record()
     _infer_baseline_waiting(record, [alone])
+    assert record.worker_step_times == [StepTime(0.75, 0.25, 0.5, 0.0), StepTime(1.25, 0.25, 1.0, 0.0)]
     assert record.step_time == StepTime(1.0, 0.25, 0.75, 0.0)
     unknown = some_record()
     _infer_baseline_waiting(unknown, [])
