@@ -27,8 +27,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sp
 root_doc = "docs/index"
 include_patterns = ["docs/**", "benchmarks/**/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = ["docs/_static", "runs", ".*"]
-# Pages that are listed under their names as soon as they exist.
-suppress_warnings = ["toc.empty_glob"]
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -62,6 +60,14 @@ def inline_figures(app: Sphinx, doctree: nodes.document, page: str) -> None:
             image.replace_self(nodes.raw("", f'<div class="figure">{markup}</div>', format="html"))
 
 
+def show_equations(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Shows indented lines after an empty one, the equations in docstrings, as they are written."""
+    for i in range(len(lines) - 1, 1, -1):
+        if lines[i].startswith("    ") and not lines[i - 1].strip() and lines[i - 2][:1].strip():
+            lines[i:i] = ["::", ""]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-resolved", inline_figures)
+    app.connect("autodoc-process-docstring", show_equations, priority=400)  # before napoleon, at 500
     return {"parallel_read_safe": True, "parallel_write_safe": True}
