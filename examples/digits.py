@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import laconic
 
 torch.manual_seed(0)
-device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
+device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
 
 pixels, labels = load_digits(return_X_y=True)  # 1797 images of 8 × 8 pixels
 pixels, labels = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
@@ -35,11 +35,12 @@ with laconic.Worker(model, optimizer, laconic.Divisible()) as worker:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        with worker.consensus(), torch.no_grad():  # on all ranks: the average of all workers' models
+        with worker.consensus(), torch.no_grad():  # on all ranks: the averaged model
             accuracy = (model(test_pixels).argmax(dim=1) == test_labels).float().mean()
         if worker.rank == 0:
-            sent = worker.meter.total.nbytes("foreground") + worker.meter.total.nbytes("background")
-            print(f"epoch {epoch}: accuracy {accuracy:.1%} after {worker.step} steps, {sent / 1e6:.2f} MB sent")
+            sent = worker.meter.total  # the traffic of the steps, without that of evaluations
+            sent_mb = (sent.nbytes("foreground") + sent.nbytes("background")) / 1e6
+            print(f"epoch {epoch}: accuracy {accuracy:.1%}, step {worker.step}, {sent_mb:.2f} MB sent")
 
 if worker.rank == 0:
-    torch.save(model.state_dict(), "digits.pt")  # after the block every rank holds the averaged model
+    torch.save(model.state_dict(), "digits.pt")  # after the block: the averaged model
