@@ -1,4 +1,4 @@
-# The three commands: make test, make demo, make format. Everything runs in .venv, which each target creates when it is
+# The commands: make test, make demo, make docs, make format. Everything runs in .venv, which each target creates when it is
 # missing or older than the pins.
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ PYTHON ?= python3
 # Compiles kernels while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: demo test test-lowest fuzz lint kernels format clean
+.PHONY: demo docs test test-lowest fuzz lint kernels format clean
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,19 @@ $(STAMP): constraints.txt pyproject.toml
 
 demo: $(STAMP)
 	$(BIN)/laconic demo --out runs/demo --overwrite
+
+# The documentation site, in runs/site: warnings are errors, links are checked, examples are executed.
+DOCS_STAMP := $(VENV)/.docs-installed
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_STAMP) kernels
+	rm -rf runs/site
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . runs/site
+	$(BIN)/python docs/check_site.py runs/site
+	$(BIN)/python -m pytest tests/test_documents.py
+	@echo "open runs/site/index.html"
 
 test: lint kernels
 	$(BIN)/python -m pytest -n 3 --dist worksteal  # 3 on 2 cores: processes often wait for each other

@@ -1,13 +1,17 @@
-"""The code in README and examples runs and does what the text says."""
+"""The code in README, docs and examples runs and does what the text says; links, figures and quoted messages exist."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import doctest
 import io
 import os
 import re
 import runpy
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +82,7 @@ def test_links_lead_somewhere() -> None:
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
     ]
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
@@ -92,7 +96,12 @@ def test_the_table_of_methods_is_complete() -> None:
         assert f"`{name}`" in text, f"{name} is not in the README"
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+LAUNCHES_ITSELF = "own_task.py"
+
+
+@pytest.mark.parametrize(
+    "example", sorted({path.name for path in (ROOT / "examples").glob("*.py")} - {LAUNCHES_ITSELF})
+)
 def test_examples_are_short_and_run(example: str, tmp_path: Path) -> None:
     """Runs each example as torchrun does (test_machines.py uses torchrun itself), `resume` twice."""
     path = ROOT / "examples" / example
@@ -101,6 +110,7 @@ def test_examples_are_short_and_run(example: str, tmp_path: Path) -> None:
         "quickstart.py": "step 200: loss",
         "resume.py": "continues after step 60",
         "own_method.py": "averaged ",
+        "digits.py": "epoch 9: accuracy 9",
     }
 
     def run_it() -> str:
@@ -113,3 +123,63 @@ def test_examples_are_short_and_run(example: str, tmp_path: Path) -> None:
     for _ in range(2 if example == "resume.py" else 1):
         printed = laconic.spawn(run_it, 2)
     assert expected[example] in printed[0]
+
+
+def test_the_example_that_launches_its_own_workers_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / LAUNCHES_ITSELF)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\S+): ok, loss 0\.\d+$", done.stdout, re.MULTILINE) == ["local_sgd+period=4", "allreduce"]
+
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES if "\n>>> " in page.read_text()])
+def test_examples_of_pages(page: Path) -> None:
+    blocks = re.findall(r"```python\n(>>> .*?)```", page.read_text(), re.DOTALL)
+    example = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page.name, str(page), 0)
+    assert example.examples
+    assert not doctest.DocTestRunner().run(example).failed, "see the output above for what was expected"
+
+
+def test_every_method_has_a_page() -> None:
+    for name in laconic.METHODS:
+        page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+        figure = rf"\]\(\.\./figures/{name}\.svg\)"
+        for part in (figure, "^## When to use it", "^## Settings", r"^(## |\*\*)Bytes", "^## (Differences|Theirs)"):
+            assert re.search(part, page, re.MULTILINE), f"{name}.md has no {part}"
+
+
+def test_figures_are_those_of_the_script() -> None:
+    folder = ROOT / "docs" / "figures"
+    figures = runpy.run_path(str(folder / "draw.py"))["FIGURES"]
+    assert sorted(figures) == sorted(path.stem for path in folder.glob("*.svg"))
+    for name, draw in figures.items():
+        assert (folder / f"{name}.svg").read_text() == draw(), f"run docs/figures/draw.py: {name}.svg is old"
+
+
+def templates() -> Iterator[str]:
+    """Yields the strings in the sources of the package, with … in place of what f-strings insert."""
+    for path in Path(laconic.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_quoted_messages_are_in_the_sources() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    assert len(quoted) > 40
+    known = [re.sub(r"\s+", " ", template) for template in templates()]
+    for message in quoted:
+        assert len(message.replace("…", "").strip()) > 8, f"{message} says too little to be found"
+        pattern = re.compile(".*?".join(map(re.escape, message.split("…"))))
+        assert any(pattern.search(template) for template in known), f"no source has the message {message!r}"
