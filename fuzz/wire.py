@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
-from laconic.comm.messages import _HEADER
-from laconic.comm.reception import _HELLO, Reception, call
-from laconic.comm.store import JobStore
 
 from fuzz.driver import main
 from laconic.comm.mesh import Mesh
+from laconic.comm.messages import _HEADER
+from laconic.comm.reception import _HELLO, Reception, call
+from laconic.comm.store import JobStore
 from laconic.comm.wire import Connector, Wire, WireError, bytes_of
-from laconic.launch import local_store
+from laconic.launch import open_store
 
 SECONDS = 10.0  # the time-out of connections
 WAIT = timedelta(seconds=0.3)  # for a message that may never come
@@ -55,7 +55,7 @@ def damage(content: bytes, chance: random.Random) -> bytes:
 
 def strangers(chance: random.Random) -> None:
     """Two workers exchange messages while strangers connect to their ports."""
-    store = JobStore(local_store(), "this process", timeout=SECONDS)
+    store = JobStore(open_store("127.0.0.1", 0), "this process", timeout=SECONDS)
     connectors = [Connector(store, rank, SECONDS) for rank in range(2)]
     ports = [store.get(f"wire/{rank}").decode() for rank in range(2)]
     guests: list[socket.socket] = []
@@ -108,7 +108,7 @@ def exchange(opened: list[Mesh], chance: random.Random) -> None:
 
 def bad_peer(chance: random.Random) -> None:
     """Worker 0 receives messages of which some are damaged."""
-    store = JobStore(local_store(), "this process", timeout=SECONDS)
+    store = JobStore(open_store("127.0.0.1", 0), "this process", timeout=SECONDS)
     connector = Connector(store, 0, SECONDS)
     port = Reception("127.0.0.1")  # of the bad peer, which never answers there
     store.set("wire/1", str(port))
