@@ -8,7 +8,7 @@ PYTHON ?= python3
 # Compiles kernels while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: demo docs test test-lowest fuzz lint kernels format clean
+.PHONY: demo docs test test-lowest lint kernels format soak fuzz clean
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -44,10 +44,17 @@ test-lowest:
 		pytest pytest-timeout pytest-xdist hypothesis
 	$(LOWEST)/bin/python -m pytest -n 3 --dist worksteal
 
-# Edits checkpoints at random for a stated time: make fuzz SECONDS=600
-SECONDS ?= 120
-fuzz: $(STAMP) kernels
-	$(BIN)/python -m tests.fuzz.checkpoint $(SECONDS)
+# At least FAULTS faults over all methods, on real processes and emulated hosts; Linux, as root. See soak/__init__.py.
+FAULTS := 1200
+SEED := 0
+soak: kernels
+	$(BIN)/python -m soak --faults $(FAULTS) --seed $(SEED) --out soak.jsonl
+
+# Every fuzzer, for so many seconds each. See fuzz/__init__.py.
+FUZZ_SECONDS := 60
+FUZZERS := $(filter-out __init__ driver,$(basename $(notdir $(wildcard fuzz/*.py))))
+fuzz: kernels
+	set -e; for name in $(FUZZERS); do $(BIN)/python -m fuzz.$$name --seconds $(FUZZ_SECONDS) --seed $(SEED); done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

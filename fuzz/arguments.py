@@ -14,7 +14,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +111,12 @@ def new_worker(**changed: Any) -> laconic.Worker:
 
 def targets() -> list[Target]:
     """Returns everything that is called."""
+    tables: list[tuple[Mapping[str, Any], Any]]
+    tables = [(laconic.METHODS, use_method), (NAMES, use_compressor), (TASKS, use_task)]
     found = [
         Target(name, kind, {f.name: getattr(kind(), f.name) for f in dataclasses.fields(kind) if f.init}, use)
-        for table, use in ((laconic.METHODS, use_method), (NAMES, use_compressor), (TASKS, use_task))
-        for name, kind in table.items()  # type: ignore[attr-defined]
+        for table, use in tables
+        for name, kind in table.items()
     ]
     unchanged = object()
     worker = dict.fromkeys(("model", "optimizer", "method", "timeout", "seed", "comm"), unchanged)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import laconic
+from fuzz.checkpoint import METHODS, at, checksum, edited, rewrite, run
 from laconic.compress import TopK
-from tests.fuzz.checkpoint import METHODS, at, checksum, edited, rewrite, run
 from tests.helpers import adam, build_model, train_step
 
 METHOD = ("worker", "method")

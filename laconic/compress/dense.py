@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.compress.backend import kernels_for
-from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, reinterpret
+from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, not_finite, reinterpret
 from laconic.rules import check_choice
 
 
@@ -31,12 +31,15 @@ class Identity(Compressor):
         out.copy_(x.view(torch.uint8))
 
     def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
+        check_finite(reinterpret(code, torch.float32))
         target.view(torch.uint8).copy_(code)
 
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
         kernels = kernels_for(code, target)
         if kernels:
-            kernels.dense.add_scaled(reinterpret(code, torch.float32).numpy(), target.numpy(), np.float32(scale))
+            values = reinterpret(code, torch.float32)
+            check_finite(values)
+            kernels.dense.add_scaled(values.numpy(), target.numpy(), np.float32(scale))
         else:
             super()._decode_add(code, target, scale, step)
 
@@ -93,11 +96,13 @@ class Half(Compressor):
         self._copy_unless_view(halves, out)
 
     def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
+        self._check_halves(code)
         target.copy_(reinterpret(code, self._dtype))
 
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
         kernels = kernels_for(code, target)
         if kernels:
+            self._check_halves(code)
             halves = reinterpret(code, torch.uint16).numpy()
             kernels.dense.add_half(halves, self.format == "bf16", target.numpy(), np.float32(scale))
         else:
@@ -112,6 +117,17 @@ class Half(Compressor):
             self._copy_unless_view(halves, out)
         else:
             super()._encode_with_feedback(x, residual, out, step)
+
+    def _check_halves(self, code: Tensor) -> None:
+        """Raises ValueError if an entry of the code is NaN or infinite."""
+        kernels = kernels_for(code)
+        if kernels:
+            exponent = np.uint16(0x7C00 if self.format == "fp16" else 0x7F80)
+            finite = kernels.dense.halves_are_finite(reinterpret(code, torch.uint16).numpy(), exponent)
+        else:
+            finite = bool(torch.isfinite(reinterpret(code, self._dtype)).all())
+        if not finite:
+            raise not_finite(reinterpret(code, self._dtype))
 
     def _copy_unless_view(self, halves: Tensor, out: Tensor) -> None:
         # `reinterpret` copies if `out` is not aligned; the kernel has then written to the copy.

@@ -4,8 +4,8 @@ It is run by its file path, not as a module of the package, so that it starts wi
 nothing in the machine's own network namespace: switch and hosts are unnamed namespaces, which exist only as long as
 this process holds them open.
 
-Protocol: the first line of JSON on standard input describes the network; each further line requests the counters. Each
-line gets one line of JSON as reply.
+Protocol: the first line of JSON on standard input describes the network; each further line is "counters", or the state
+of a link: {"host": 2, "state": "down"}. Each line gets one line of JSON as reply.
 """
 
 import ctypes
@@ -125,6 +125,15 @@ class Fabric:
             _shape(netlink, device, link)
             _up(netlink, device)
 
+    def set_link(self, host: int, state: str) -> None:
+        """Sets the link of a host "up" or "down" at the switch, which then drops what the host sends or should get."""
+        self.switch.link("set", index=self.ports[host], state=state)
+
+    def answer(self, request: Any) -> Any:
+        if request == "counters":
+            return self.counters()
+        return self.set_link(**request)
+
     def counters(self) -> list[tuple[int, int]]:
         """Returns the bytes sent and received by each host, counted by its shapers as whole frames.
 
@@ -213,9 +222,9 @@ def main(parent: int) -> None:
     _reply(description)
     while True:
         ready, _, _ = select.select([sys.stdin.buffer, watched], [], [])
-        if watched in ready or not sys.stdin.buffer.readline():
+        if watched in ready or not (line := sys.stdin.buffer.readline()):
             return
-        _reply(fabric.counters())
+        _reply(fabric.answer(json.loads(line)))
 
 
 if __name__ == "__main__":

@@ -163,6 +163,19 @@ class Network:
         """Returns the bytes sent and received by each host since the start, as whole Ethernet frames."""
         return [(sent, received) for sent, received in self._request("counters")]
 
+    def cut(self, host: int) -> None:
+        """Cuts the link of a host, by its index: frames from and to it are lost, and neither side gets an error."""
+        self._set_link(host, "down")
+
+    def heal(self, host: int) -> None:
+        """Undoes `cut`."""
+        self._set_link(host, "up")
+
+    def _set_link(self, host: int, state: str) -> None:
+        if not 0 <= host < len(self.links):
+            raise ValueError(f"host must be an index from 0 to {len(self.links) - 1}, not {host!r}")
+        self._request({"host": host, "state": state})
+
     def _request(self, request: Any) -> Any:
         with self._lock:
             if self._holder is None:

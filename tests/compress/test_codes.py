@@ -163,6 +163,25 @@ def test_invalid_indices_are_rejected(plain: bool) -> None:
             compressor.decode(bad, 1000)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("compressor", DENSE, ids=str)
+@pytest.mark.parametrize("sign", [0, 128])
+def test_a_code_with_infinity_is_rejected_before_anything_changes(
+    compressor: Compressor, sign: int, plain: bool
+) -> None:
+    code = compressor.encode(make("normal", 100, 0))
+    size = code.numel() // 100
+    infinity = {"Identity()": [0, 0, 128, 127], "Half(format='fp16')": [0, 124]}.get(repr(compressor), [128, 127])
+    code[50 * size : 51 * size] = torch.tensor([*infinity[:-1], infinity[-1] | sign], dtype=torch.uint8)
+    accumulator = torch.ones(100)
+    with plain_torch() if plain else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=r"entry 50 of 100 is -?inf"):
+            compressor.decode(code, 100)
+        with pytest.raises(ValueError, match=r"entry 50 of 100 is -?inf"):
+            compressor.decode_add(code, accumulator)
+    assert torch.equal(accumulator, torch.ones(100))
+
+
 @few
 @given(st.sampled_from([*DENSE, *BLOCKWISE, *SPARSE[:3]]), st.integers(0, 4999), st.booleans())
 def test_nan_and_inf_raise_and_leave_the_residual_unchanged(compressor: Compressor, index: int, plain: bool) -> None:

@@ -85,6 +85,14 @@ def transfer(source: Host, target: Host, nbytes: int) -> tuple[str, int]:
     return peer, received
 
 
+def reach(host: Host, target: str, pipe: Connection) -> None:
+    """Sends the error of connecting, or 0."""
+    host.enter()
+    with socket.socket() as flow:
+        flow.settimeout(0.5)
+        pipe.send(flow.connect_ex((target, PORT)))
+
+
 def describe(host: Host, pipe: Connection) -> None:
     """Sends the interfaces, the error of connecting to the outside, and whether loopback works."""
     host.enter()
@@ -316,6 +324,16 @@ with Network(parse_links("100mbit", workers=2)) as network:
     assert os.wait()[1] == os.wait()[1] == 0
     assert min(network.counters()[0]) > 0
 """
+
+
+def test_a_link_that_is_cut_and_healed(network: Network) -> None:
+    first, second = network.hosts[:2]
+    network.cut(1)
+    assert answer(reach, first, second.address) not in (0, errno.ECONNREFUSED)
+    network.heal(1)
+    assert transfer(first, second, 1000) == (first.address, 1000)
+    with pytest.raises(ValueError, match="from 0 to 2, not 3"):
+        network.cut(3)
 
 
 def test_without_privileges() -> None:

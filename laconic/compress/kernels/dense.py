@@ -37,6 +37,16 @@ def sum_is_finite(x, r):
 
 
 @njit(nogil=True)
+def halves_are_finite(halves, exponent):
+    """Returns whether no 16-bit float has all bits of its exponent set. `exponent`: the mask of these bits."""
+    largest = np.uint16(0)
+    for i in range(halves.size):
+        masked = np.uint16(halves[i] & exponent)
+        largest = masked if masked > largest else largest
+    return largest < exponent
+
+
+@njit(nogil=True)
 def add_scaled(values, target, factor):
     """target += factor · values."""
     for i in range(target.size):

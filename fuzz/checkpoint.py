@@ -1,6 +1,6 @@
 """Edits saved checkpoints at random and loads them: what is refused must change nothing, the rest must train.
 
-    python -m tests.fuzz.checkpoint [SECONDS] [SEED]
+    python -m fuzz.checkpoint --seconds 60 --seed 0
 
 Two real processes train each method and save. Then a random value anywhere in a rank's file is replaced, and the
 manifest gets the new checksum, so that the loader sees the edit. A find is one of: an error that is no ValueError; a
@@ -10,12 +10,12 @@ the steps after loading. Each find is printed with the seed and the number that 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
 import random
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -225,12 +225,15 @@ def run(
     return counts, finds
 
 
-def main(seconds: float = 60.0, seed: int | None = None) -> None:
-    seed = random.randrange(1 << 30) if seed is None else seed
-    start = time.monotonic()
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m fuzz.checkpoint")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start, seed = time.monotonic(), options.seed
     total: Counter[str] = Counter()
-    while time.monotonic() - start < seconds:
-        counts, finds = run(seed, 10**6, max(1.0, seconds / len(METHODS)))
+    while time.monotonic() - start < options.seconds:
+        counts, finds = run(seed, 10**6, max(1.0, options.seconds / len(METHODS)))
         total += counts
         for find in finds:
             print(find)
@@ -238,12 +241,13 @@ def main(seconds: float = 60.0, seed: int | None = None) -> None:
             raise SystemExit(1)
         seed += 1
     print(
-        f"checkpoint: {total['refused']} edits refused, {total['loaded']} loaded and trained, 0 finds, to seed {seed}"
+        f"checkpoint: {total['refused']} edits refused, {total['loaded']} loaded and trained, 0 finds, "
+        f"seeds {options.seed} to {seed - 1}"
     )
 
 
 if __name__ == "__main__":
     # Imported by name: functions of __main__ would be sent to the workers by value.
-    from tests.fuzz import checkpoint
+    from fuzz import checkpoint
 
-    checkpoint.main(*(kind(text) for kind, text in zip((float, int), sys.argv[1:], strict=False)))
+    checkpoint.main()
