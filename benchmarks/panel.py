@@ -434,8 +434,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         return tuple(row[name] for name in ("task", "workers", "lr", "partition", "seed", "steps"))
 
     by_rule = {(key(row), row["rule"]): row for row in rows if row["rule"] in ("full", "never")}
-    yield "| task | data | rule | workers | period | code | learning rate | seed | end | to full | worst to never |"
-    yield "|---" * 11 + "|"
+    yield "| task | data | steps | rule | workers | period | code | rate | seed | end | to full | worst to never |"
+    yield "|---" * 12 + "|"
     for row in sorted(rows, key=lambda row: (row["task"], row["partition"], row["workers"], row["lr"], row["rule"])):
         by_loss = row["task"] not in ("fashion", "cifar10")
         column = 2 if by_loss else 1
@@ -452,8 +452,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         name += f", {row['v_hat']} v̂" if row["rule"] == "common_v" else ""
         rate = row["lr"] or RATES[row["task"]]
         yield (
-            f"| {row['task']} | {row['partition']} | {name} | {row['workers']} | {row['period']} | {row['code']} | "
-            f"{rate:g} | {row['seed']} | {last[column]:.4f} | {to_full} | {worst} |"
+            f"| {row['task']} | {row['partition']} | {last[0]} | {name} | {row['workers']} | {row['period']} | "
+            f"{row['code']} | {rate:g} | {row['seed']} | {last[column]:.4f} | {to_full} | {worst} |"
         )
 
 
