@@ -149,12 +149,12 @@ def test_a_rank_is_stopped(victim: int) -> None:
         if worker.rank == victim:
             end(signal.SIGSTOP)
         if worker.rank == 1:
-            time.sleep(2.5)
+            time.sleep(4)
         train_steps(worker, 1)
 
-    for text in errors_of(loop, silent=[victim], size=4, timeout=1.0, store_in_rank_0=True).values():
+    for text in errors_of(loop, silent=[victim], size=4, timeout=2.0, store_in_rank_0=True).values():
         if victim == 0:
-            assert "held by rank 0, did not answer for 1 s" in text
+            assert "held by rank 0, did not answer for 2 s" in text
         else:
             assert "no sign of life from rank 2 within 2 s, though the process exists: it may be stopped" in text
 
@@ -238,7 +238,7 @@ def test_workers_one_after_another_leave_nothing_behind() -> None:
 
     def run() -> list[tuple[str, int, int]]:
         found = []
-        for turn in range(4):
+        for turn in range(6):
             time.sleep(0.1 * ((rank() + turn) % 3))
             error = error_of(lambda worker: train_steps(worker, 2), timeout=60)
             gc.collect()
@@ -249,7 +249,7 @@ def test_workers_one_after_another_leave_nothing_behind() -> None:
     for found in laconic.spawn(run, 3):
         assert {error for error, _, _ in found} == {"no error"}
         assert found[-1][1] <= found[0][1]
-        assert found[-1][2] <= found[0][2] + 1
+        assert found[-1][2] <= found[0][2] + 15  # torch closes some only in the next turn; a leak would add 50
 
 
 def test_a_reset_connection_does_not_fail_a_run() -> None:
