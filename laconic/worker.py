@@ -234,6 +234,7 @@ class Worker(FlatReplica):
         Raises:
             ValueError: `extra` cannot be loaded again, or another job saves to `directory`.
             OSError: a rank could not write. Nothing of this save is left, and earlier checkpoints stay.
+            FloatingPointError: a rank's parameters are not finite; the message names it, and nothing is saved.
         """
         self._meet("save()")
         checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)

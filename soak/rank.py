@@ -131,10 +131,10 @@ def _advance(worker: laconic.Worker, task: Task, saboteur: Saboteur, report: Rep
     saboteur.before_step(step)
     task.backward(worker.rank, step)
     saboteur.after_backward(step, worker)
-    task.optimizer.step()
-    task.optimizer.zero_grad()
     if job.defect and worker.rank == 1 and step == 6:
         _plant(job.defect, worker)
+    task.optimizer.step()
+    task.optimizer.zero_grad()
     report("step", step=step, hash=fingerprint(worker.x))
 
 
@@ -163,9 +163,10 @@ def _save(worker: laconic.Worker, directory: Path, report: Reporter) -> None:
 
 def _plant(defect: str, worker: laconic.Worker) -> None:
     """Defects that a soak must find; see tests/test_soak.py."""
-    if defect == "silent change":
-        with torch.no_grad():
-            worker.x[3] += 1e-3
+    if defect == "silent change":  # as if a message had arrived damaged
+        gradient = worker.parameters[0].grad
+        assert gradient is not None
+        gradient[0, 0] += 1e-3
     elif defect == "hang":
         time.sleep(3600)
     elif defect == "stray file":

@@ -149,6 +149,27 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     worker.save(tmp_path)
 
 
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    def run() -> str:
+        model = build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            with laconic.Worker(model, optimizer, laconic.LocalSGD(10)) as worker:
+                train_step(model, optimizer, worker.rank, 0)
+                worker.save(tmp_path)
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, float("nan") if worker.rank == 1 else 0.0)
+                optimizer.step()
+                worker.save(tmp_path)
+        except FloatingPointError as error:
+            return str(error)
+        return "no error"
+
+    for text in laconic.spawn(run, 3):
+        assert text.startswith("save() at step 2: NaN or infinity in the parameters of rank 1; nothing was saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step1"]
+
+
 def test_keep_is_how_many_are_kept(tmp_path: Path) -> None:
     worker = trained(1)
     for _ in range(4):

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -98,6 +99,18 @@ class BackgroundGossip(Gossip):
             thread.join()
         self._wires.close()
         self._warn_and_raise()
+
+    def warn_of_lost(self, members: list[int], dropped: Mapping[int, str]) -> None:
+        """Warns of workers that were lost after the end of gossip, while the models were averaged.
+
+        Args:
+            members: the workers that are left.
+            dropped: why the others are not, as far as this worker has read it.
+        """
+        for rank in self.topology.nodes:
+            if rank not in members:
+                why = dropped.get(rank, "it did not come to the end of the worker")
+                warnings.warn(f"rank {rank} was dropped, the others go on without it: {why}", stacklevel=5)
 
     def _warn_and_raise(self) -> None:
         """Issues the background's warnings and raises its error, on the training thread, where the user sees them."""

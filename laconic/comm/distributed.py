@@ -61,6 +61,7 @@ class DistributedComm(Comm):
         self._whole = self._new_group(list(range(self.size)))
         self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
+        self._gossip: BackgroundGossip | None = None
         self._mesh = self._open_mesh() if backend == "gloo" and HAS_EPOLL and self.size > 1 else None
 
     def _new_group(self, members: list[int]) -> Any:
@@ -232,6 +233,7 @@ class DistributedComm(Comm):
         store = self._register.store
         gossip = BackgroundGossip(store, topology, self.rank, talk, self.meter, self._register.timeout)
         self._register.pairing = Pairing(store, topology, self.rank)
+        self._gossip = gossip
         return gossip
 
     def channel(self, name: str = "background") -> Comm:
@@ -285,6 +287,8 @@ class DistributedComm(Comm):
     def close(self) -> None:
         self._register.leave()
         self._close_connections()
+        if self._gossip is not None and self._register.pairing is not None:
+            self._gossip.warn_of_lost(self.members, self._register.pairing.dropped)
 
     def _close_connections(self) -> None:
         for channel in self._channels:
