@@ -277,6 +277,29 @@ def test_a_reset_connection_does_not_fail_a_run() -> None:
     assert others == [first] * 2
 
 
+def test_a_reset_connection_does_not_fail_the_average_of_a_large_model() -> None:
+    """Which gloo would send, by connections that cannot be made again, were it not for the control channel."""
+
+    def run() -> float:
+        torch.manual_seed(rank())
+        model = torch.nn.Linear(200, 100)  # 80 kB
+        with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.LocalSGD(100), timeout=60) as worker:
+            model(torch.ones(200)).sum().mul(worker.rank + 1).backward()
+            worker.optimizer.step()
+            control = worker._control
+            assert isinstance(control, DistributedComm)
+            assert control._mesh is not None
+            if worker.rank == 1:
+                for conversation in control._mesh._conversations.values():
+                    if conversation.wire is not None:
+                        conversation.wire._socket.shutdown(socket.SHUT_RDWR)
+            with worker.consensus():
+                return worker.x.double().sum().item()
+
+    first, second = laconic.spawn(run, 2)
+    assert first == second
+
+
 def test_the_store_of_spawn_is_on_loopback_only() -> None:
     store = open_store("127.0.0.1", 0)
     listening = [

@@ -109,14 +109,16 @@ class DistributedComm(Comm):
         return self._members_group
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        if self._backend == "gloo" and _nbytes(x) <= SMALL_NBYTES:
-            return self._small_mean(x, out)
+        if self._backend == "gloo" and (_nbytes(x) <= SMALL_NBYTES or self._is_direct(x, None)):
+            return self._direct_mean(x, out)
         return super().mean(x, out=out)
 
-    def _small_mean(self, x: Tensor, out: Tensor | None) -> Tensor:
+    def _direct_mean(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Averages in two rounds of direct messages: each rank averages a share of the entries, and sends its mean.
 
-        gloo's ring sends as many bytes, but in 2(n−1) rounds, and a small vector's time is the rounds' latency. This is
+        gloo's ring sends as many bytes, but in 2(n−1) rounds, and a small vector's time is the rounds' latency. A
+        connection of gloo that was reset while it was idle cannot be made again, as those of direct messages are. So
+        the averages of `consensus()` and of the end, the first that a channel sends in hours, go this way too. This is
         no `mean_async`: the second round starts in the wait, so ranks that wait in another order would mix them up.
         """
         finite_here, result, n = is_finite(x), contiguous_copy(x, out), len(self.members)

@@ -19,6 +19,7 @@ from laconic.comm.wire import Connector, Wire, WireError
 
 HAS_EPOLL = hasattr(select, "epoll")  # Linux
 SEND_BUFFER_NBYTES = 1 << 18  # so that a worker without a thread can send a small message and go on to compute
+MAX_LOST = 3  # connections between two workers that may break in a row, before a message has arrived
 RECONNECT_SECONDS = 3.0  # in which the host of a lost connection must answer
 
 
@@ -45,8 +46,8 @@ class Mesh:
     """Wires to all other workers.
 
     A connection that was reset although the other worker lives is replaced: the higher rank connects again, and the
-    lower one calls it to do so, in case it has not noticed. If the new connection breaks before a message has arrived
-    over it, or the other worker's port is closed, that ends all messages with an error.
+    lower one calls it to do so, in case it has not noticed. If connections break again and again before a message has
+    arrived, or the other worker's port is closed, that ends all messages with an error.
 
     Args:
         connector: makes the wires. It is closed by `close`.
@@ -178,8 +179,9 @@ class Mesh:
     def _reconnect(self, conversation: Conversation, lost: Exception) -> None:
         """Replaces a lost connection. Raises `lost` if the other worker is gone."""
         self._disconnect(conversation)
-        if not conversation.moved:
+        if conversation.lost == MAX_LOST:
             raise lost
+        conversation.lost += 1
         generation = conversation.generation + 1
         try:
             connection = self._connector.call(conversation.peer, generation, RECONNECT_SECONDS)
@@ -188,7 +190,6 @@ class Mesh:
         if conversation.peer < self._rank:
             self._replace(conversation, connection, generation)
         else:
-            conversation.moved = False
             connection.close()  # the other end calls back, and `_welcome` receives it
 
     def _welcome(self, peer: int, generation: int, connection: socket.socket) -> None:

@@ -101,11 +101,11 @@ class Conversation:
         peer: the rank of the other worker.
         wire: None while the connection is lost.
         generation: how often the wire was replaced.
-        moved: whether a message has arrived over the present wire.
+        lost: how many wires this end has lost in a row, without a message in between.
     """
 
     def __init__(self, peer: int, wire: Wire) -> None:
-        self.peer, self.generation, self.moved = peer, 0, True
+        self.peer, self.generation, self.lost = peer, 0, 0
         self.wire: Wire | None = wire
         self.missing: deque[Incoming] = deque()
         self._unsent: deque[Outgoing] = deque()
@@ -123,7 +123,7 @@ class Conversation:
 
     def replace(self, wire: Wire, generation: int) -> None:
         """Continues over another wire, from the last message that has arrived completely."""
-        self.wire, self.generation, self.moved = wire, generation, False
+        self.wire, self.generation = wire, generation
         for outgoing in self._unsent:
             outgoing.restart()
         for incoming in self.missing:
@@ -174,7 +174,7 @@ class Conversation:
                 return
             self.missing.popleft()
             self._received += 1
-            self.moved = True
+            self.lost = 0
             message.work.left -= 1
 
     def _confirm(self, number: int) -> None:
