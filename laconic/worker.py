@@ -411,8 +411,8 @@ def _check_arguments(model: object, optimizer: object, timeout: object, seed: ob
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(
-            f"optimizer must run torch's step hooks, and {type(optimizer).__name__} is a wrapper that does not: pass the "
-            f"optimizer inside it (of Accelerate: optimizer.optimizer)"
+            f"optimizer must run torch's step hooks, and {type(optimizer).__name__} is a wrapper that does not: pass "
+            f"the optimizer inside it (of Accelerate: optimizer.optimizer)"
         )
     check_number("timeout", timeout, most=MOST_SECONDS, above=0)
     check_seed(seed)
