@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import cloudpickle
+import pytest
 import torch
 from torch import nn
 
@@ -236,10 +237,8 @@ def test_different_models() -> None:
 
 def test_different_versions() -> None:
     def build(mine: int) -> tuple[nn.Module, laconic.Method]:
-        import laconic.agreement
-
         if mine:
-            laconic.agreement.__version__ = "0.0.1"
+            pytest.MonkeyPatch().setattr("laconic.agreement.__version__", "0.0.1")
         return build_model(), laconic.AllReduce()
 
     for text in laconic.spawn(start, 2, build):
@@ -260,7 +259,7 @@ def test_nan_in_the_parameters_of_one_rank() -> None:
     def build(mine: int) -> tuple[nn.Module, laconic.Method]:
         model = build_model()
         if mine == 1:
-            nn.init.constant_(model[0].bias, float("nan"))
+            nn.init.constant_(model.get_parameter("0.bias"), float("nan"))
         return model, laconic.AllReduce()
 
     for text in laconic.spawn(start, 2, build):

@@ -152,7 +152,7 @@ def test_every_figure_says_how_it_was_measured() -> None:
 @pytest.mark.parametrize("higher", [True, False])
 def test_a_close_up_shows_the_end_of_all_lines_and_the_target(higher: bool) -> None:
     sign = 1 if higher else -1
-    data = [
+    data: list[dict[str, Any]] = [
         {"method": name, "value": sign * value, "low": sign * value, "high": sign * value}
         for name, end in (("a", 0.88), ("b", 0.85))
         for value in (0.1, 0.5, end)

@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import signal
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 
 import laconic
 from laconic.bench.compare import _infer_baseline_waiting, compare, prepare_folder
-from laconic.bench.progress import Display
 from laconic.bench.record import Point, Record, RunsFile, StepTime
 from laconic.bench.run import Plan, evaluated_steps, run
 from laconic.bench.strategies import Contender, parse_contender, strategy_names
@@ -109,10 +109,8 @@ class Killed:
         return parse_contender("ddp").strategy.join(model, optimizer)  # type: ignore[arg-type]
 
 
-def no_display(contender: Contender, plan: Plan) -> Display:
-    import contextlib
-
-    return contextlib.nullcontext()  # type: ignore[return-value]
+def no_display(contender: Contender, plan: Plan) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def test_a_worker_that_dies_fails_its_run_and_the_others_go_on(tmp_path: Path) -> None:
@@ -126,7 +124,7 @@ def test_a_worker_that_dies_fails_its_run_and_the_others_go_on(tmp_path: Path) -
     ]
     assert "killed by SIGKILL" in records[1].reason
     assert RunsFile(tmp_path).read() == records
-    rendered = "".join(cell for column in table(records, 2.0).columns for cell in column.cells)
+    rendered = "".join(str(cell) for column in table(records, 2.0).columns for cell in column.cells)
     assert "failed: worker 1 of 2 failed: killed by SIGKILL" in rendered
     assert "not reached" in rendered
 

@@ -71,6 +71,7 @@ def test_owners_do_not_change_the_average_and_nothing_is_lost() -> None:
                 mean = with_feedback(comm, parts, compressor)
                 averages = [mean.average(vector_of(comm.rank, step), step=step) for step in range(1, 6)]
                 mine = [slice(part.start, part.stop) for part in parts if part.owner == comm.rank]
+                assert mean.owner_residual is not None
                 owner_residual = torch.zeros(D)
                 owner_residual[torch.cat([torch.arange(D)[:0], *(torch.arange(D)[s] for s in mine)])] = (
                     mean.owner_residual

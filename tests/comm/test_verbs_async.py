@@ -80,7 +80,7 @@ def test_all_to_all_into_fills_the_given_buffer() -> None:
         pending = comm.all_to_all_into_async(
             received, sent, received_lengths=received_lengths, sent_lengths=sent_lengths
         )
-        assert pending.wait() is None  # type: ignore[func-returns-value]
+        assert pending.wait() is None
         return received.tolist(), comm.meter.total.nbytes("foreground") - before
 
     results = laconic.spawn(in_a_worker(run), 3)

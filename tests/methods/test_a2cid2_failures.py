@@ -29,7 +29,8 @@ def run_worker(
     directory: Path | None = None,
 ) -> dict[str, Any]:
     """Trains for STEPS steps; `accident` is called at step 10, early enough for all workers to notice it."""
-    model = nn.Sequential(nn.Linear(20, 3), nn.BatchNorm1d(3))
+    norm = nn.BatchNorm1d(3)
+    model = nn.Sequential(nn.Linear(20, 3), norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     result: dict[str, Any] = {"error": "", "distance": None}
     with warnings.catch_warnings(record=True) as caught:
@@ -51,7 +52,9 @@ def run_worker(
                     result["x_saved"] = worker.x.clone()
         except laconic.PeerError as error:
             result["error"] = str(error)
-    result |= {"x": worker.x.clone(), "bn": model[1].running_mean.clone(), "nodes": worker.method._graph.nodes}
+    assert norm.running_mean is not None
+    assert isinstance(worker.method, laconic.A2CiD2)
+    result |= {"x": worker.x.clone(), "bn": norm.running_mean.clone(), "nodes": worker.method._graph.nodes}
     result["warnings"] = [str(warning.message) for warning in caught]
     return result
 

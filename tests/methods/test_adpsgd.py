@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
+from laconic.methods.averaging import Moments
 from tests.helpers import OPTIMIZERS, build_model, rank, sgd, train, train_step
 from tests.oracles.adpsgd import adpsgd
 from tests.oracles.allreduce import allreduce
@@ -133,7 +134,7 @@ def test_models_in_16_bits_have_a_variance_too() -> None:
 
 
 def test_payload_is_the_formula() -> None:
-    def run(moments: str) -> tuple[int, int]:
+    def run(moments: Moments) -> tuple[int, int]:
         model = build_model()
         optimizer = torch.optim.Adam(model.parameters())
         method = laconic.ADPSGD(initial_period=2, warmup=3, calibration=4, moments=moments)

@@ -132,10 +132,11 @@ class Recorded(torch.optim.Adam):
         super().__init__(model.parameters(), lr=1e-2)
         self.total = torch.zeros(d(), dtype=torch.float64)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         before = self.x()
-        super().step(closure)
+        loss = super().step(closure)
         self.total += self.x() - before
+        return loss
 
     def x(self) -> Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.param_groups[0]["params"]]).double()
@@ -194,7 +195,7 @@ def test_feedback_that_counts_the_residual_twice_is_caught(at: str) -> None:
         return code
 
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        coded_mean.encode_with_feedback = mutant
+        pytest.MonkeyPatch().setattr(coded_mean, "encode_with_feedback", mutant)
         return conservation(replace(QUANTIZED, down=Log(4, block=BLOCK)), 5)
 
     assert lost(laconic.spawn(run, 2)) > 1e-4

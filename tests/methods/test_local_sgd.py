@@ -2,15 +2,16 @@ import pytest
 import torch
 
 import laconic
+from laconic.methods.averaging import Moments
 from tests.helpers import OPTIMIZERS, train
 from tests.oracles.local_sgd import local_sgd
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("moments", ["local", "averaged"])
-def test_agrees_with_the_oracle(optimizer: str, moments: str) -> None:
+def test_agrees_with_the_oracle(optimizer: str, moments: Moments) -> None:
     workers, steps, period = 3, 31, 4
-    paths = laconic.spawn(train, workers, laconic.LocalSGD(period, moments), OPTIMIZERS[optimizer], steps)
+    paths = laconic.spawn(train, workers, laconic.LocalSGD(period, moments=moments), OPTIMIZERS[optimizer], steps)
     expected = local_sgd(OPTIMIZERS[optimizer], workers, steps, period, moments)
     for step in range(steps):
         for worker in range(workers):
@@ -22,11 +23,11 @@ def test_agrees_with_the_oracle(optimizer: str, moments: str) -> None:
 
 
 def test_payload_is_the_formula() -> None:
-    def run(moments: str) -> int:
+    def run(moments: Moments) -> int:
         torch.manual_seed(0)
         model = torch.nn.Linear(100, 10)
         optimizer = torch.optim.Adam(model.parameters())
-        with laconic.Worker(model, optimizer, laconic.LocalSGD(2, moments)) as worker:
+        with laconic.Worker(model, optimizer, laconic.LocalSGD(2, moments=moments)) as worker:
             for _ in range(5):
                 model(torch.randn(4, 100)).square().sum().backward()
                 optimizer.step()
@@ -44,7 +45,7 @@ def test_averaged_moments_where_a_rank_has_none() -> None:
     def run() -> list[float]:
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-        with laconic.Worker(model, optimizer, laconic.LocalSGD(1, "averaged")) as worker:
+        with laconic.Worker(model, optimizer, laconic.LocalSGD(1, moments="averaged")) as worker:
             (model[worker.rank] * 8).sum().backward()
             optimizer.step()
             return [optimizer.state[p]["momentum_buffer"][0].item() for p in model if p in optimizer.state]

@@ -45,7 +45,7 @@ def only(dataset: Dataset, file_set: FileSet, contents: dict[str, bytes]) -> Dat
 def synthetic_images(shape: tuple[int, ...], train: int = 80, test: int = 40) -> dict[str, np.ndarray]:
     """Returns images of ten classes that differ in brightness."""
     rng = np.random.default_rng(0)
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for part, count in (("train", train), ("test", test)):
         labels = np.arange(count) % 10
         pixels = labels.reshape(-1, *[1] * len(shape)) * 25 + rng.integers(0, 5, (count, *shape))

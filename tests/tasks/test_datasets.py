@@ -166,7 +166,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_a_crash_while_unpacking_leaves_no_cached_copy():
-    class Unsavable(dict):
+    class Unsavable(dict[str, np.ndarray]):
         def items(self):
             yield "a", np.arange(3)
             raise OSError("No space left on device")

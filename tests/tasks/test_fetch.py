@@ -28,8 +28,23 @@ def origin(tmp_path):
     return folder
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(ThreadingHTTPServer):
+    """A server on a free port, which has no files yet."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.files: dict[str, bytes] = {}
+        self.cut: int | None = None
+        self.cut_already: set[str] = set()
+        self.ranges = True
+        self.sent = 0
+
+
+class Handler(BaseHTTPRequestHandler):
     """Serves `server.files`. Closes the first connection for each path after `server.cut` bytes, if set."""
+
+    server: Server
 
     def do_GET(self):
         server = self.server
@@ -40,7 +55,9 @@ class Server(BaseHTTPRequestHandler):
         start = 0
         requested = self.headers.get("Range")
         if requested and server.ranges:
-            start = int(re.fullmatch(r"bytes=(\d+)-", requested).group(1))
+            matched = re.fullmatch(r"bytes=(\d+)-", requested)
+            assert matched is not None
+            start = int(matched.group(1))
             if start >= len(content):
                 self.send_error(416)
                 return
@@ -63,9 +80,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        server.files, server.cut, server.cut_already, server.ranges, server.sent = {}, None, set(), True, 0
-        server.url = f"http://127.0.0.1:{server.server_port}"
+    with Server() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -78,6 +93,12 @@ def multi30k(*bases):
     file_set = with_digests(text.MULTI30K_TEXT, CONTENTS)
     sources = tuple(Source(tuple(f"{base}/{name}" for name in NAMES), text.unpack_pairs) for base in bases)
     return replace(text.MULTI30K, file_sets=(file_set,), fetched=file_set, sources=sources)
+
+
+def read_member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    assert file is not None
+    return file.read()
 
 
 def assert_complete(data_folder, paths):
@@ -218,7 +239,7 @@ def test_a_package_from_this_machines_package_manager(data_folder, origin, tmp_p
 
     def unpack(paths):
         with tarfile.open(paths[0]) as archive:
-            packed = {name: archive.extractfile(f"./{name}").read() for name in NAMES}
+            packed = {name: read_member(archive, f"./{name}") for name in NAMES}
         for name, content in packed.items():
             (tmp_path / name).write_bytes(content)
         return text.unpack_pairs([tmp_path / name for name in NAMES])
