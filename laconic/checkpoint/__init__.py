@@ -33,7 +33,7 @@ from laconic.agreement import compare
 from laconic.checkpoint import files
 from laconic.checkpoint.content import DIFFERENT, Saveable, apply, bare, check_content, collect, digest, merge, snapshot
 from laconic.checkpoint.content import check_worker as check_worker
-from laconic.comm.finite import is_finite
+from laconic.comm.finite import is_finite, raise_together
 from laconic.forms import short
 from laconic.method import check_count, with_tensors
 from laconic.version import __version__
@@ -79,10 +79,11 @@ def save(worker: Saveable, directory: Path, extra: dict[str, Any], keep: int, kn
     _raise_errors(worker, notes, ValueError, "")
     culprits = [rank for rank, one in zip(worker.comm.members, notes, strict=True) if not one["finite"]]
     if culprits:
-        raise FloatingPointError(
+        text = (
             f"save() at step {worker.step}: NaN or infinity in the parameters of rank {', '.join(map(str, culprits))}; "
             f"nothing was saved: lower the learning rate or clip gradients, and continue from an earlier checkpoint"
         )
+        raise_together(worker.comm, FloatingPointError(text))
     number, step = 1 + max(one["number"] for one in notes), max(one["step"] for one in notes)
     folder, token = directory / f"{number:06d}-step{step}", notes[0]["token"]
 
