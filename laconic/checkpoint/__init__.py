@@ -33,7 +33,7 @@ from laconic.agreement import compare
 from laconic.checkpoint import files
 from laconic.checkpoint.content import DIFFERENT, Saveable, apply, bare, check_content, collect, digest, merge, snapshot
 from laconic.checkpoint.content import check_worker as check_worker
-from laconic.comm.finite import is_finite
+from laconic.comm.finite import is_finite, raise_together
 from laconic.forms import short
 from laconic.method import check_count, with_tensors
 from laconic.version import __version__
@@ -64,8 +64,7 @@ def save(worker: Saveable, directory: Path, extra: dict[str, Any], keep: int, kn
         ValueError: `extra` holds objects that torch would refuse to load, or another job saves to the directory.
         OSError: a rank could not write its file or the manifest. Everything of this save is removed.
         FloatingPointError: parameters are not finite, and could not be loaded again; names the ranks.
-        All are raised on every rank, and earlier checkpoints stay. With gossip, a rank whose parameters are not finite
-        raises alone, and the others go on.
+        All are raised on every rank, and earlier checkpoints stay.
     """
     check_count("keep", keep)
     place = directory.resolve()
@@ -76,14 +75,15 @@ def save(worker: Saveable, directory: Path, extra: dict[str, Any], keep: int, kn
         "token": secrets.token_hex(8),
         "error": _refusal(directory, extra, max(complete, default=0), known.get(place, 0)),
     }
-    finite = is_finite(worker.x)
-    if not finite and worker.comm.can_lose_members:
-        raise _not_finite(worker, [worker.comm.rank])
-    notes = _meet(worker, "save()", note | {"finite": finite})
+    notes = _meet(worker, "save()", note | {"finite": is_finite(worker.x)})
     _raise_errors(worker, notes, ValueError, "")
     culprits = [rank for rank, one in zip(worker.comm.members, notes, strict=True) if not one["finite"]]
     if culprits:
-        raise _not_finite(worker, culprits)
+        text = (
+            f"save() at step {worker.step}: NaN or infinity in the parameters of rank {', '.join(map(str, culprits))}; "
+            f"nothing was saved: lower the learning rate or clip gradients, and continue from an earlier checkpoint"
+        )
+        raise_together(worker.comm, FloatingPointError(text))
     number, step = 1 + max(one["number"] for one in notes), max(one["step"] for one in notes)
     folder, token = directory / f"{number:06d}-step{step}", notes[0]["token"]
 
@@ -110,14 +110,6 @@ def save(worker: Saveable, directory: Path, extra: dict[str, Any], keep: int, kn
     _attempt(worker, directory, folder, lambda: files.write_manifest(folder, manifest, worker.comm.rank))
     known[place] = number
     files.prune(directory, number, keep)
-
-
-def _not_finite(worker: Saveable, ranks: list[int]) -> FloatingPointError:
-    """Returns the error for parameters of these ranks."""
-    return FloatingPointError(
-        f"save() at step {worker.step}: NaN or infinity in the parameters of rank {', '.join(map(str, ranks))}; "
-        f"nothing was saved: lower the learning rate or clip gradients, and continue from an earlier checkpoint"
-    )
 
 
 def _refusal(directory: Path, extra: dict[str, Any], newest: int, known: int) -> str | None:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -34,7 +34,7 @@ class BackgroundGossip(Gossip):
         self.topology, self.exchanges, self.partners = topology, 0, Counter()
         self._graph, self._rank, self._talk, self._meter, self._timeout = topology, rank, talk, meter, timeout
         self._lock = threading.Lock()  # held by the training thread inside `with`, or by a part of a dialogue
-        self._wires = PeerWires(store.clone(), rank, timeout)
+        self._wires = PeerWires(store.clone(), rank, timeout, self._check_peer)
         self._store = store.clone()
         self._pairing = Pairing(self._store, topology, rank)
         self._last_heartbeat = time.monotonic()
@@ -219,6 +219,11 @@ class BackgroundGossip(Gossip):
             self.partners[peer] += 1
             self._changed.notify_all()
 
+    def _check_peer(self, peer: int) -> None:
+        """Raises if a peer that does not connect was dropped: it may have died after it was paired with this worker."""
+        if peer in self._pairing.read():
+            raise WireError("it was dropped before it connected")
+
     def _notice_dropped(self) -> None:
         dropped = self._pairing.dropped
         if self._rank in dropped:
@@ -255,10 +260,18 @@ class PeerIsSilent(PeerError):
 
 
 class PeerWires:
-    """Wires to the neighbours, each made by both ends in their first exchange. One exchange is made at a time."""
+    """Wires to the neighbours, each made by both ends in their first exchange. One exchange is made at a time.
 
-    def __init__(self, store: JobStore, rank: int, timeout: float) -> None:
-        self._connector = Connector(store, rank, timeout)
+    Args:
+        store: through which workers find each other.
+        rank: this worker.
+        timeout: seconds in which a neighbour must connect, and for which nothing may arrive.
+        check: called now and then while a neighbour does not connect, with its rank; raises if waiting is in vain.
+    """
+
+    def __init__(self, store: JobStore, rank: int, timeout: float, check: Callable[[int], None]) -> None:
+        self._peer = rank  # the one that is being connected to
+        self._connector = Connector(store, rank, timeout, lambda: check(self._peer))
         self._wires: dict[int, Wire] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
 
@@ -272,6 +285,7 @@ class PeerWires:
         received = buffer[: sent.numel()].view(sent.shape)
         try:
             if peer not in self._wires:
+                self._peer = peer
                 self._wires[peer] = self._connector.connect(peer)
             self._wires[peer].sendrecv(outgoing, received)
         except WireError as error:

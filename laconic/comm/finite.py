@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import suppress
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from laconic.comm.comm import Comm
+from laconic.comm.comm import Comm, PeerError
 
 
 def is_finite(x: Tensor) -> bool:
@@ -39,4 +39,15 @@ def raise_not_finite(comm: Comm, finite_here: bool) -> NoReturn:
     finite = comm.meet("a mean that is not finite", finite_here)
     culprits = [str(rank) for rank, is_fine in zip(comm.members, finite, strict=True) if not is_fine]
     where = f"on rank {', '.join(culprits)}" if culprits else "in the sum, though finite on every rank"
-    raise FloatingPointError(f"mean at step {comm.meter.step}: NaN or infinity {where}")
+    raise_together(comm, FloatingPointError(f"mean at step {comm.meter.step}: NaN or infinity {where}"))
+
+
+def raise_together(comm: Comm, error: Exception) -> NoReturn:
+    """Raises an error that all ranks raise, after they have learned of it at a meeting.
+
+    If the rank that holds the job's store left with the error at once, others might not have read it yet, and would
+    report that rank instead.
+    """
+    with suppress(PeerError):  # whoever cannot read the store any more knows the error already
+        comm.meet("an error of all ranks")
+    raise error

@@ -54,6 +54,7 @@ class Lifeline:
         self._receptions: dict[int, str] = {}  # of the other ranks
         self._on_death: Callable[[int], None] = lambda rank: None
         self._has_told = False
+        self._unreachable: set[int] = set()  # by the last survey
         self._held: socket.socket | None = None  # the connection to the next rank
         self._callers: set[socket.socket] = set()  # connections of others to this rank
         self._wake, self._woken = socket.socketpair()
@@ -103,7 +104,8 @@ class Lifeline:
             except OSError:
                 return  # it is gone, or finds out by itself
 
-        self._in_parallel(send, (rank for rank in self._receptions if rank not in self.left))
+        # A host that has just not answered a survey would only delay this rank's own error.
+        self._in_parallel(send, self._receptions.keys() - self.left - self._unreachable)
 
     def survey(self, ranks: Iterable[int], seconds: float) -> dict[int, Status]:
         """Finds out which of these ranks' processes exist.
@@ -139,6 +141,7 @@ class Lifeline:
         others = [rank for rank in ranks if rank != self._rank]
         result.update(dict.fromkeys(others, "unreachable"))
         self._in_parallel(ask, others)
+        self._unreachable = {rank for rank, status in result.items() if status == "unreachable"}
         if "gone" in result.values():
             self._catch_up(seconds)
         return dict(result)

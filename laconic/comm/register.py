@@ -126,15 +126,33 @@ class Register:
             self.raise_if_failed(f"{what} at step {step}")
             missing = [rank for rank, key in zip(expected, keys, strict=True) if not self.store.check([key])]
             if self.pairing is not None:
-                # With gossip a worker may be slow, as long as it is alive. Its heartbeat may stop for up to the
-                # time-out, while its background thread itself waits for a rank that does not answer: hence twice that.
-                for rank in heartbeats.silent(missing, 2 * self.timeout):
-                    self.pairing.drop(rank, f"no sign of life for {2 * self.timeout:g} s, says rank {self.rank}")
+                for rank, why in self._find_lost(heartbeats, missing).items():
+                    self.pairing.drop(rank, f"{why}, says rank {self.rank}")
                 self.pairing.read()
             elif time.monotonic() > deadline:
                 raise self._time_is_over(what, step, timeout, missing)
         if self.pairing is not None:
             self._agree_on_members(self.pairing, f"meet/{number}/members", expected)
+
+    def _find_lost(self, heartbeats: Heartbeats, missing: list[int]) -> dict[int, str]:
+        """Returns which of the missing ranks are lost, with gossip, and why. Ranks that are slow but live are not.
+
+        The heartbeat of a rank that lives may stop for up to the time-out, while its background thread itself waits for
+        a rank that does not answer. So after one time-out its process must be stopped or out of reach, too.
+        """
+        lost = dict.fromkeys(
+            heartbeats.silent(missing, 2 * self.timeout), f"no sign of life for {2 * self.timeout:g} s"
+        )
+        suspects = [rank for rank in heartbeats.silent(missing, self.timeout) if rank not in lost]
+        if suspects and self.lifeline.is_started:
+            reasons: dict[Status, str] = {
+                "silent": "its process may be stopped",
+                "unreachable": "its host does not answer",
+            }
+            for rank, status in self.lifeline.survey(suspects, ROLL_CALL_SECONDS).items():
+                if status in reasons:
+                    lost[rank] = f"no sign of life for {self.timeout:g} s: {reasons[status]}"
+        return lost
 
     def _agree_on_members(self, pairing: Pairing, key: str, expected: list[int]) -> None:
         """Sets the members to those that the first rank to get here expected, since ranks may see a drop or not yet."""

@@ -171,6 +171,7 @@ class A2CiD2(Method):
 
     def pause(self, worker: Replica) -> None:
         if self._gossip is not None:
+            self._check_finite(self._x)  # now: else the average of all models would fail, and with it all workers
             with self._gossip:
                 # consensus() may overwrite x with the averaged model. Exchanges go on and must not send that.
                 self._local_x = self._x.clone()
