@@ -22,7 +22,8 @@ def main(name: str, try_case: Callable[[random.Random], None]) -> None:
     start, case = time.monotonic(), 0 if args.case is None else args.case
     while True:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        print(f"\r{name}: case {case}", end="", file=sys.stderr, flush=True)  # the last one, if the process crashes
+        if sys.stderr.isatty() or case % 1000 == 0:  # near the case at which the process crashes, if it does
+            print(f"\r{name}: case {case}", end="", file=sys.stderr, flush=True)
         try:
             try_case(random.Random(f"{args.seed}/{case}"))
         except BaseException:
