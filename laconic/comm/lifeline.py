@@ -134,9 +134,8 @@ class Lifeline:
                     pass
                 except OSError:  # also a time-out
                     return
-                time.sleep(
-                    0.05
-                )  # a process that ends closes its connections one after another, and its port among them
+                # A process that ends closes its connections one after another, and its port among them.
+                time.sleep(0.05)
 
         others = [rank for rank in ranks if rank != self._rank]
         result.update(dict.fromkeys(others, "unreachable"))

@@ -191,7 +191,7 @@ class Register:
             raise StoreGone(f"rank {self.rank}: {doing} cannot complete: {why}", is_named=True) from gone
 
     def _explain_silence(self, is_over: bool) -> str | None:
-        """Tells the store why it does not answer; None if that is not known."""
+        """Returns why the store does not answer; None if that is not known."""
         if self.lifeline.notice is not None or not is_over or not self.lifeline.is_started:
             return self.lifeline.notice
         found = self.lifeline.survey(self.members, ROLL_CALL_SECONDS)
