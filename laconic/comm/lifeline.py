@@ -10,6 +10,7 @@ The same port receives the errors of other ranks, and answers a roll call.
 
 from __future__ import annotations
 
+import functools
 import os
 import selectors
 import socket
@@ -61,6 +62,7 @@ class Lifeline:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="laconic-lifeline", daemon=True)
         _open.add(self)
+        _watch_forks()
 
     def __str__(self) -> str:
         """How the others reach this rank."""
@@ -279,5 +281,7 @@ def _release_in_child() -> None:
         lifeline.release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_in_child)
+@functools.cache  # once per process, and not at import
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_release_in_child)
