@@ -404,8 +404,17 @@ def screen() -> list[Cell]:
         cells += [Cell(task, rule) for rule in ("full", "never")]
         cells += [replace(four_bits, task=task, rule=rule) for rule in candidates]
         cells += [Cell(task, "common_v", v_hat=v_hat) for v_hat in ("oracle", "estimated")]
-    for task in ("fashion", "gpt"):
-        other = {"fashion": "classes:2", "gpt": "contiguous"}[task]
+    for task in STEPS:
+        middle = replace(four_bits, task=task)
+        # The shortest period, and with a code that sends fewer bytes than four bits do at a period of 4.
+        cells += [replace(middle, period=1), replace(middle, period=1, code="pick:7")]
+    for seed in (1, 2):
+        middle = replace(four_bits, task="cifar10", seed=seed)
+        cells += [replace(middle, rule=rule, code="identity") for rule in ("full", "never")]
+        cells += [middle, replace(middle, period=1), replace(middle, period=1, code="pick:7")]
+        cells += [replace(middle, rule="replay")]
+    for task in ("fashion", "gpt", "cifar10", "translate"):
+        other = {"fashion": "classes:2", "gpt": "contiguous", "cifar10": "classes:2", "translate": ""}[task]
         middle = replace(four_bits, task=task)
         around: list[dict[str, Any]] = [
             {"workers": 2},
@@ -413,15 +422,16 @@ def screen() -> list[Cell]:
             {"lr": RATES[task] / 2},
             {"lr": RATES[task] * 2},
         ]
-        around += [{"seed": 1}, {"partition": other}]
+        around += [{"seed": 1}] + [{"partition": other}] * bool(other)
         for change in around:
             cells += [replace(middle, **change), replace(middle, rule="full", code="identity", **change)]
             cells += [replace(middle, rule="never", code="identity", **change)]
-        cells += [replace(middle, period=period) for period in (1, 8, 16)]
+        cells += [replace(middle, period=period) for period in (8, 16)]
         cells += [replace(middle, code="pick:7")]
     unequal = replace(four_bits, task="fashion", partition="classes:2")
     cells += [replace(unequal, rule="replay")]
-    cells += [replace(unequal, corrected=True, period=p, lr=lr) for p in (4, 2) for lr in (1e-3, 2e-3)]
+    cells += [replace(unequal, corrected=True, period=p, lr=lr) for p in (4, 2, 1) for lr in (1e-3, 0.0)]
+    cells += [replace(unequal, corrected=True, period=1, lr=1e-3, code="pick:7")]
     return list(dict.fromkeys(cells))
 
 

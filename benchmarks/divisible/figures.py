@@ -50,6 +50,7 @@ class Echo(Solo):
     """Simulates two identical workers on a network that costs nothing but the copies that any implementation makes."""
 
     size = 2
+    members = property(lambda self: [0, 1])
 
     def channel(self, name: str = "background") -> Echo:
         return self
@@ -64,6 +65,9 @@ class Echo(Solo):
 
     def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
         return Arrived([x.clone(), x])
+
+    def meet(self, what: str, note: Any = None) -> list[Any]:
+        return [note, note]
 
 
 def overhead(d: int, method: laconic.Divisible) -> dict[str, Any]:
