@@ -4,12 +4,14 @@ After Xu & Bai, "Distributed Adaptive Optimization with Divisible Communication"
 available: docs/methods/divisible.md says what the paper states and what was chosen here.
 
 The files of this folder: this one is the method; `stretch.py` (with `stretch_numba.py`) gives Adam's local steps the
-length they have on the mean gradient; `pace.py` chooses the period; `correction.py` is for non-iid data; `pieces.py`
-says which entries travel when; `saved.py` is for checkpoints.
+length they have on the mean gradient; `pieces.py` says which entries travel when, `averages.py` how they are averaged;
+`pace.py` chooses the period; `correction.py` is for non-iid data, `differences.py` warns of it; `saved.py` is for
+checkpoints.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -17,11 +19,11 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Comm
-from laconic.comm.coded_mean import CodedMean, GatheredMean, PlainMean, block_of, split
 from laconic.compress import Compressor, Log, Pick, Uniform
 from laconic.forms import Form
 from laconic.method import Method, Replica, check_choice, check_count, check_flag, state
 from laconic.methods.divisible import saved as saved_state
+from laconic.methods.divisible.averages import BackgroundAverages, ForegroundAverages
 from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
 from laconic.methods.divisible.pace import Pace
@@ -30,14 +32,13 @@ from laconic.methods.divisible.stretch import Stretch, is_adam
 
 # The quantizers of background="auto": the second one only if the link is measured to be too slow for the first.
 QUANTIZERS = (Uniform(4), Pick(7))
-FOREGROUND = Uniform(8)
 GRADIENT = Log(4)  # of the correction: gradients spread over powers of ten, where Adam's moves are of one size
 # Up to this many workers, quantized messages go from all to all (one hop) by default. Two hops send fewer bytes from
 # three workers on, but apply an average a `delay` later and quantize it twice.
 FEW = 4
-# The shortest periods of "auto": shorter ones cost more computing than fresher averages are worth. On non-iid data
-# freshness is worth more, and fp32 needs no computing.
-LEAST_PERIOD, LEAST_PERIOD_CORRECTED = 4, 2
+# The periods with which "auto" starts; it takes a shorter one where that costs little computing. On non-iid data fresh
+# averages are worth more, and fp32 needs no computing.
+FIRST_PERIOD, FIRST_PERIOD_CORRECTED = 4, 2
 SMOOTHING = 0.9  # of the metric `waiting`, from step to step
 
 
@@ -50,7 +51,8 @@ class Divisible(Method):
 
     1. With Adam or AdamW, the step is stretched to the length that Adam would give it on the mean gradient of all
        workers (`stretch.py`).
-    2. Foreground: e of the next ⌈d/ratio⌉ entries is averaged, and every worker waits for it.
+    2. Foreground: e of the next ⌈d/ratio⌉ entries is averaged, and every worker waits for it; not if these entries are
+       in flight, so never at a period of 1.
     3. Background: averages that were sent `delay` steps ago (twice that with two hops) are applied. Then the next
        1/period of all entries is quantized and sent; nobody waits for it. Averages are applied in a fixed step, never
        "when they arrive", so all workers do the same.
@@ -60,9 +62,9 @@ class Divisible(Method):
 
     Args:
         ratio: R; the foreground message has ⌈d/R⌉ entries. It hardly changes the result (docs).
-        period: H, the number of steps in which the background sends every entry once. "auto" measures computing and
-            the link and takes the shortest period, from 4 on (2 with `corrected` or fp32), that stays hidden. None: no
-            background.
+        period: H, the number of steps in which the background sends every entry once. "auto" starts with 4 (2 with
+            `corrected` or fp32), measures computing and the link, and takes the shortest period that stays hidden; one
+            shorter than the first only if its quantizing costs at most 5 % of computing. None: no background.
         background: a compressor for the background, or None for fp32. "auto": `Uniform(4)`; if the period is "auto" too
             and the link is too slow for it, `Pick(7)`.
         corrected: adds the difference between the mean gradient and the local gradient, as last known, to local
@@ -132,29 +134,30 @@ class Divisible(Method):
         self._stretch: Stretch | None = None
         self._correction: Correction | None = None
         self._hops, self._sends = 1, False  # _sends: whether there is a background
-        self._foreground: dict[int, GatheredMean | PlainMean] = {}  # by the length of the block: all but the last agree
-        self._background: dict[tuple[int, int, Compressor | None, bool], CodedMean | PlainMean] = {}
         self._left: float | None = None  # when the last step was over
         if comm.size == 1:
             return
         self._watch = DifferenceWatch(comm.rank)
         self._hops = 1 if self.background is None else self.hops or (1 if comm.size <= FEW else 2)
+        quantized = self._hops == 1 and self.background is not None
+        self._foreground = ForegroundAverages(comm, is_quantized=quantized)
         if is_adam(worker.optimizer):
             self._stretch = Stretch(worker)
         if self.period is None:
             return
-        self._channel = comm.channel("background")
         self._sends = True
         if self._hops == 2:
             self.owner_residual = torch.zeros_like(self.x_hat)
         if self.corrected:
             self._correction = Correction(worker, self._hops)
+        residuals = [self.owner_residual, self._correction.owner_residual if self._correction else None]
+        self._background = BackgroundAverages(comm.channel("background"), self._hops, residuals)
         if self.period == "auto":
             d = worker.x.numel()
             sizes = [4.0 * d if code is None else float(code.nbytes(d)) for code in self._codes()[0]]
             is_short = self.background is None or self.corrected
-            least = LEAST_PERIOD_CORRECTED if is_short else LEAST_PERIOD
-            self._pace = Pace(comm, max(least, self._journey), self.max_period, sizes, worker.x.device)
+            first = max(FIRST_PERIOD_CORRECTED if is_short else FIRST_PERIOD, self._journey)
+            self._pace = Pace(comm, self._journey, first, self.max_period, sizes, worker.x.device)
 
     @property
     def _journey(self) -> int:
@@ -194,12 +197,12 @@ class Divisible(Method):
             self._stretch.after_step(worker, piece, max(self._period, 1))
         # Averages from the background are applied while the foreground message travels.
         foreground = self._start_foreground(worker)
-        self._apply_due(worker, worker.step)
+        working = self._timed(comm, lambda: self._apply_due(worker, worker.step))
         self._finish_foreground(worker, foreground)
         if self.period is not None and not any(overlap(piece, flight.piece) for flight in self._flights):
-            self._send(worker, piece)
+            working += self._timed(comm, lambda: self._send(worker, piece))
             if self._pace is not None and self._pace.is_measuring(worker.step):
-                self._measure(worker, self._pace, computed)
+                self._measure(worker, self._pace, computed, working)
         self._note_waiting(comm)
 
     def _unsent(self, worker: Replica, part: slice) -> Tensor:
@@ -214,13 +217,7 @@ class Divisible(Method):
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
         if any(overlap(block, flight.piece) for flight in self._flights):
             return None  # the background is about to average these entries
-        quantized = self._hops == 1 and self.background is not None
-        numel = block.stop - block.start
-        if numel not in self._foreground and quantized:
-            self._foreground[numel] = GatheredMean(worker.comm, 0, numel, FOREGROUND, name="move")
-        elif numel not in self._foreground:
-            self._foreground[numel] = PlainMean(worker.comm, numel)
-        mean = self._foreground[numel]
+        mean = self._foreground.get(block.stop - block.start)
         transfer = mean.send(self._unsent(worker, block), step=worker.step)
         return Flight(block, worker.step, [mean], [transfer])
 
@@ -235,28 +232,9 @@ class Divisible(Method):
         if self._correction is not None:
             vectors.append(self._correction.take(piece, worker.step))
             codes.append(None if self.background is None else GRADIENT)
-        means = [self._mean(piece, code, is_move=i == 0) for i, code in enumerate(codes)]
+        means = [self._background.get(piece, code, is_move=i == 0) for i, code in enumerate(codes)]
         transfers = [mean.send(vector, step=worker.step) for mean, vector in zip(means, vectors, strict=True)]
         self._flights.append(Flight(piece, worker.step + self.delay, means, transfers))
-
-    def _mean(self, piece: slice, code: Compressor | None, *, is_move: bool) -> CodedMean | PlainMean:
-        """Returns what averages this piece; made once, since a sweep repeats its pieces."""
-        key = (piece.start, piece.stop, code, is_move)
-        if key not in self._background:
-            self._background[key] = self._make_mean(piece, code, is_move)
-        return self._background[key]
-
-    def _make_mean(self, piece: slice, code: Compressor | None, is_move: bool) -> CodedMean | PlainMean:
-        name = "move" if is_move else "gradient"
-        if code is None:
-            return PlainMean(self._channel, piece.stop - piece.start)
-        if self._hops == 1:
-            return GatheredMean(self._channel, piece.start, piece.stop, code, name=name)
-        parts = split(piece.start, piece.stop, range(self._channel.size), unit=block_of(code))
-        mine = parts[self._channel.rank]
-        residual = self.owner_residual if is_move or self._correction is None else self._correction.owner_residual
-        assert residual is not None  # there are two hops
-        return CodedMean(self._channel, parts, code, owner_residual=residual[mine.start : mine.stop], name=name)
 
     def _apply_due(self, worker: Replica, step: int) -> None:
         flights, self._flights = self._flights, []
@@ -298,7 +276,14 @@ class Divisible(Method):
     def common(self, worker: Replica) -> Literal["step"]:
         return "step"
 
-    def _measure(self, worker: Replica, pace: Pace, computed: float) -> None:
+    @staticmethod
+    def _timed(comm: Comm, work: Callable[[], None]) -> float:
+        """Does the work; returns the seconds it took, without those of waiting for others."""
+        start, waited = comm.now(), comm.meter.current_step.seconds()
+        work()
+        return max(0.0, comm.now() - start - (comm.meter.current_step.seconds() - waited))
+
+    def _measure(self, worker: Replica, pace: Pace, computed: float, working: float) -> None:
         """Waits for the messages just sent, to see how long they take. They are applied when they are due."""
         comm, flight = worker.comm, self._flights[-1]
         times = [comm.now()]
@@ -311,7 +296,7 @@ class Divisible(Method):
         if self._left is not None:
             whole = worker.x.numel() / (flight.piece.stop - flight.piece.start)
             before = (pace.period, pace.choice)
-            pace.add(worker.step, computed - self._left, seconds * whole * self._hops)
+            pace.add(worker.step, computed - self._left, seconds * whole * self._hops, working * whole)
             if (pace.period, pace.choice) != before:
                 self._recut(worker)
 

@@ -44,7 +44,7 @@ def restore(method: Divisible, saved: dict[str, Any]) -> dict[str, Any]:
     method._flights = []
     for flight in flights:
         piece = slice(*flight["piece"])
-        means = [method._mean(piece, _code(text), is_move=i == 0) for i, text in enumerate(flight["codes"])]
+        means = [method._background.get(piece, _code(text), is_move=i == 0) for i, text in enumerate(flight["codes"])]
         method._flights.append(Flight.restore(flight, means, method.x_hat.device))
     return own
 
@@ -77,7 +77,7 @@ def check(method: Divisible, saved: dict[str, Any], step: int) -> None:
     for i, flight in enumerate(saved["flights"]):
         piece = slice(*flight["piece"])
         for k, (text, transfer) in enumerate(zip(flight["codes"], flight["transfers"], strict=True)):
-            mean = method._make_mean(piece, _code(text), is_move=k == 0)
+            mean = method._background.make(piece, _code(text), is_move=k == 0)
             mean.check_saved(f"method.flights[{i}].transfers[{k}]", transfer, step, bool(flight["answered"]))
 
 

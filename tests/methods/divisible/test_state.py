@@ -87,9 +87,9 @@ def scripted_times() -> Iterator[None]:
     """Every window follows soon. The link is fast, then too slow for the first quantizer, slower still, then fast."""
     add, interval = Pace.add, pace_module.INTERVAL
 
-    def add_scripted(self: Pace, step: int, computing: float, sending: float) -> None:
-        finest = 0.5 if step < 10 or step > 28 else 3.0 if step < 16 else 30.0
-        add(self, step, 1.0, finest * self.sizes[self.choice] / self.sizes[0])
+    def add_scripted(self: Pace, step: int, computing: float, sending: float, working: float) -> None:
+        finest = 0.3 if step < 10 or step > 28 else 3.0 if step < 16 else 30.0
+        add(self, step, 1.0, finest * self.sizes[self.choice] / self.sizes[0], 0.3 if step < 28 else 0.0)
 
     Pace.add, pace_module.INTERVAL = add_scripted, 5  # type: ignore[method-assign]
     try:
