@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.comm import Comm
+from laconic.compress import Compressor
 from laconic.forms import Fields, Form, Plain, form_of
 from laconic.rules import check_choice as check_choice
 from laconic.rules import check_count as check_count
@@ -126,6 +127,25 @@ class Method:
 
     paper: ClassVar[str] = ""
 
+    def kernels(self, numel: int, workers: int) -> set[str]:
+        """Returns the numba kernels that this method may call, which the worker compiles before it connects.
+
+        By default those of the compressors among the settings.
+
+        Args:
+            numel: the number of entries of the model; small models do without some kernels.
+            workers: their number; one worker alone may need none.
+
+        Returns:
+            Keys of `laconic.kernels.SETS`.
+
+        >>> import laconic
+        >>> from laconic.compress import Uniform
+        >>> laconic.LocalSGD(period=8, compressor=Uniform(4)).kernels(numel=1000, workers=4)
+        {'uniform'}
+        """
+        return kernels_of(*(value for value in self.settings().values() if isinstance(value, Compressor)))
+
     def setup(self, worker: Replica) -> None:
         """Allocates state. Runs once, when all workers hold the same parameters."""
 
@@ -226,6 +246,11 @@ class Method:
             values = [one["method"][f.name] for one in trained]
             state[f.name] = merged(f"{type(self).__name__}.{f.name}", values, f.metadata["merge"])
         return mean_of([one["x"] for one in trained]), state
+
+
+def kernels_of(*compressors: Compressor | None) -> set[str]:
+    """Returns the names of the compressors' kernels; None sends fp32, without kernels."""
+    return {one.kernels for one in compressors if one is not None and one.kernels is not None}
 
 
 def merged(what: str, values: list[Any], merge: Merge | None) -> Any:

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from laconic import checkpoint
+from laconic import checkpoint, kernels
 from laconic.agreement import Fingerprint, fingerprint, require_agreement
 from laconic.changes import Changes
-from laconic.comm import Comm, connect
+from laconic.comm import Comm, connect, expected_size
 from laconic.comm.finite import is_finite
 from laconic.consensus import average_model, average_tensors, copy_from_rank_0, require_same_forms
 from laconic.flat import FlatParameters
@@ -77,6 +77,7 @@ class Worker(FlatReplica):
         _check_arguments(model, optimizer, timeout, seed, comm)
         device = next(model.parameters(), torch.empty(0)).device
         self.model, self.optimizer = model, optimizer
+        _compile_kernels(model, method, device, comm)
         self.comm = comm or connect(device, timeout)
         self.step = 0
         self.generator = torch.Generator().manual_seed(seed)
@@ -418,6 +419,13 @@ def _check_arguments(model: object, optimizer: object, timeout: object, seed: ob
     check_seed(seed)
     if comm is not None and not isinstance(comm, Comm):
         raise ValueError(f"comm must be None or a laconic.Comm, not {comm!r}")
+
+
+def _compile_kernels(model: nn.Module, method: Method, device: torch.device, comm: Comm | None) -> None:
+    """Compiles what the method needs before this rank connects, so that the others' time-outs do not include it."""
+    if device.type == "cpu" and isinstance(method, Method):
+        workers = comm.size if comm is not None else expected_size()
+        kernels.prepare(method.kernels(sum(p.numel() for p in model.parameters()), workers))
 
 
 def _is_within(call: FrameType, frame: FrameType | None) -> bool:

@@ -77,7 +77,12 @@ def watch(seen: np.ndarray, ended: threading.Event) -> Iterator[str]:
         finished = ended.wait(REFRESH_SECONDS)
         if seen[0] and start is None:
             start = (time.monotonic(), float(seen[0]))
-        yield "starting" if start is None else describe(seen, *start)
+        yield describe_start(seen) if start is None else describe(seen, *start)
+
+
+def describe_start(seen: np.ndarray) -> str:
+    """Returns what happens before the first step. Until then, a worker that compiles writes its expected seconds."""
+    return f"compiling kernels, once, about {seen[1]:.0f} s" if seen[1] else "starting"
 
 
 def describe(seen: np.ndarray, start: float, first: float) -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import os
 import platform
 import resource
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 import laconic
+from laconic import kernels
 from laconic.bench.record import Point, Record, StepTime, mean_step_time
 from laconic.bench.strategies import Contender, Reading
 from laconic.emulate import hosts_behind
@@ -132,10 +136,11 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
     optimizer = plan.task.build_optimizer(model)
     schedule = plan.task.build_schedule(optimizer, plan.steps)
     shard = plan.task.load(rank, size, plan.seed)
-    display = np.memmap(progress, dtype=np.float64, mode="r+") if progress and rank == 0 else None
+    shown = np.memmap(progress, dtype=np.float64, mode="r+") if progress else None
+    display = shown if rank == 0 else None
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     report = WorkerReport([], [], [], [], 0.0, Reading({}, 0.0, 0.0, {}), range(0), 0)
-    with contender.strategy.join(model, optimizer) as session:
+    with _compilation_shown(shown), contender.strategy.join(model, optimizer) as session:
         start = 0
         if plan.resume:
             assert session.worker is not None
@@ -181,6 +186,29 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 paused += time.perf_counter() - now
     report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return report
+
+
+@contextmanager
+def _compilation_shown(shown: np.ndarray | None) -> Iterator[None]:
+    """Writes the expected seconds of compiling kernels to the progress file, in the place of the first step's loss.
+
+    Any rank may be the one that compiles. Without this, its log message would interrupt the progress bar.
+    """
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg != kernels.COMPILING:
+                logging.lastResort.handle(record) if logging.lastResort else None
+            elif shown is not None and isinstance(record.args, tuple):
+                shown[1] = record.args[1]
+
+    handler = Handler()
+    logger = logging.getLogger("laconic")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def evaluated_steps(start: int, steps: int, evaluations: int) -> list[int]:

@@ -7,6 +7,7 @@ from laconic.comm.comm import Comm as Comm
 from laconic.comm.comm import PeerError as PeerError
 from laconic.comm.comm import Pending as Pending
 from laconic.comm.connect import connect as connect
+from laconic.comm.connect import expected_size as expected_size
 from laconic.comm.gossip import Dialogue as Dialogue
 from laconic.comm.gossip import Gossip as Gossip
 from laconic.comm.meter import Counts as Counts

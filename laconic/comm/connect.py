@@ -64,6 +64,15 @@ def connect(device: torch.device, timeout: float) -> Comm:
         raise
 
 
+def expected_size() -> int:
+    """Returns the number of workers that `connect` would find, without waiting for any."""
+    if not dist.is_available():
+        return 1
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= set(os.environ) else 1
+
+
 def _initialise(backend: str, seconds: float) -> None:
     """Calls torch on a thread: its functions have a time-out for ranks that do not come, but none for the store."""
     errors: list[Exception] = []

@@ -38,7 +38,8 @@ def _numba_kernels() -> Any:
         return importlib.import_module("laconic.compress.kernels")
     except ImportError as error:
         warnings.warn(
-            f"numba cannot be imported ({error}): compressors run in plain torch, which is 10 to 100 times slower",
+            f"numba cannot be imported ({error}): quantizing and some methods run in plain torch, which is 10 to 100 "
+            f"times slower. Install it with pip install 'laconic[fast]'",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -37,8 +37,8 @@ class Blockwise(Compressor):
 
     @property
     @abstractmethod
-    def _kernel_kind(self) -> str:
-        """The constant in `kernels/levels.py` that selects this quantizer."""
+    def kernels(self) -> str:
+        """The key of this quantizer in `KINDS` of `kernels/blockwise.py`."""
 
     @property
     def _kernel_bits(self) -> int:
@@ -89,7 +89,7 @@ class Blockwise(Compressor):
     def _encode(self, x: Tensor, out: Tensor, step: int) -> None:
         kernels = kernels_for(x, out)
         if kernels:
-            self._encode_by_kernel(kernels.blockwise, x, None, out, step)
+            self._encode_by_kernel(x, None, out, step)
             return
         check_finite(x)
         full, count = divmod(x.numel(), self.block)
@@ -110,7 +110,7 @@ class Blockwise(Compressor):
     def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
         kernels = kernels_for(code, target)
         if kernels:
-            self._decode_by_kernel(kernels.blockwise, code, target, None)
+            self._decode_by_kernel(code, target, None)
             return
         full, count = divmod(target.numel(), self.block)
         blocks = code[: full * self._block_nbytes].view(full, self._block_nbytes)
@@ -128,37 +128,38 @@ class Blockwise(Compressor):
     def _decode_add(self, code: Tensor, target: Tensor, scale: float, step: int) -> None:
         kernels = kernels_for(code, target)
         if kernels:
-            self._decode_by_kernel(kernels.blockwise, code, target, scale)
+            self._decode_by_kernel(code, target, scale)
         else:
             super()._decode_add(code, target, scale, step)
 
     def _encode_with_feedback(self, x: Tensor | None, residual: Tensor, out: Tensor, step: int) -> None:
         kernels = kernels_for(residual, out)
         if kernels and x is not None:
-            self._encode_by_kernel(kernels.blockwise, x, residual, out, step)
+            self._encode_by_kernel(x, residual, out, step)
         else:
             super()._encode_with_feedback(x, residual, out, step)
 
-    def _kernel_settings(self) -> tuple[int, int, int]:
-        """Returns (kind, bits, block), the first arguments of the kernels."""
-        return getattr(kernels_for().levels, self._kernel_kind), self._kernel_bits, self.block
+    def _kernels(self) -> Any:
+        blockwise = kernels_for().blockwise
+        return blockwise.kernels_of(blockwise.KINDS[self.kernels])
 
-    def _encode_by_kernel(self, kernels: Any, x: Tensor, residual: Tensor | None, out: Tensor, step: int) -> None:
-        kind, bits, block = self._kernel_settings()
+    def _encode_by_kernel(self, x: Tensor, residual: Tensor | None, out: Tensor, step: int) -> None:
+        kernels = self._kernels()
         scales = np.empty(self._blocks(x.numel()), np.float32)
         vectors = (x.numpy(), (x if residual is None else residual).numpy(), residual is not None)
-        if not kernels.find_scales(kind, block, *vectors, scales):
+        if not kernels.find_scales(self.block, *vectors, scales):
             raise not_finite(x if residual is None else x + residual)
-        kernels.encode(kind, bits, block, *vectors, scales, np.uint64(self._key(step)), out.numpy())
+        key = np.uint64(self._key(step))
+        kernels.encode(self._kernel_bits, self.block, *vectors, scales, key, out.numpy())
 
-    def _decode_by_kernel(self, kernels: Any, code: Tensor, target: Tensor, factor: float | None) -> None:
+    def _decode_by_kernel(self, code: Tensor, target: Tensor, factor: float | None) -> None:
         """Writes the decoded vector to `target`; with a factor, adds factor · decoded to it."""
-        settings = self._kernel_settings()
-        if not kernels.scales_are_valid(*settings, code.numpy(), self._blocks(target.numel())):
+        kernels = self._kernels()
+        if not kernels.scales_are_valid(self._kernel_bits, self.block, code.numpy(), self._blocks(target.numel())):
             raise self._bad_scale(code)
         accumulate = factor is not None
         factor32 = np.float32(1.0 if factor is None else factor)
-        kernels.decode(*settings, code.numpy(), target.numpy(), accumulate, factor32)
+        kernels.decode(self._kernel_bits, self.block, code.numpy(), target.numpy(), accumulate, factor32)
 
     def _bad_scale(self, code: Tensor) -> ValueError:
         """Returns the error that names the first block with an invalid scale."""

@@ -36,6 +36,11 @@ class Compressor(ABC):
     def nbytes(self, numel: int) -> int:
         """Returns the exact size in bytes of the code of `numel` entries."""
 
+    @property
+    def kernels(self) -> str | None:
+        """The name of this compressor's numba kernels in `laconic.kernels.SETS`; None if it has none."""
+        return None
+
     def encode(self, x: Tensor, *, step: int = 0, out: Tensor | None = None) -> Tensor:
         """Encodes `x`.
 

@@ -23,6 +23,10 @@ class Identity(Compressor):
         tensor([ 0.1000, -3.0000])
     """
 
+    @property
+    def kernels(self) -> str:
+        return "identity"
+
     def nbytes(self, numel: int) -> int:
         return 4 * numel
 
@@ -80,6 +84,10 @@ class Half(Compressor):
     @property
     def _dtype(self) -> torch.dtype:
         return torch.float16 if self.format == "fp16" else torch.bfloat16
+
+    @property
+    def kernels(self) -> str:
+        return "half"
 
     def nbytes(self, numel: int) -> int:
         return 2 * numel

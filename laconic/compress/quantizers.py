@@ -40,7 +40,7 @@ class Sign(Blockwise):
     """
 
     block: int = BLOCK
-    _kernel_kind = "SIGN_KIND"
+    kernels = "sign"
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -83,7 +83,7 @@ class Pick(Blockwise):
 
     of: int = 7
     block: int = BLOCK
-    _kernel_kind = "PICK_KIND"
+    kernels = "pick"
 
     def __post_init__(self) -> None:
         check_count("of", self.of, least=2, most=7)  # 7 entries · 2 signs + "none" = 15 symbols fit into 4 bits
@@ -171,7 +171,7 @@ class Log(Blockwise):
 
     bits: int = 4
     block: int = BLOCK
-    _kernel_kind = "LOG_KIND"
+    kernels = "log"
 
     def __post_init__(self) -> None:
         check_count("bits", self.bits, least=2, most=6)
@@ -239,8 +239,8 @@ class Uniform(Blockwise):
         check_seed(self.seed)
 
     @property
-    def _kernel_kind(self) -> str:
-        return "STOCHASTIC_KIND" if self.stochastic else "UNIFORM_KIND"
+    def kernels(self) -> str:
+        return "stochastic" if self.stochastic else "uniform"
 
     def with_stream(self, number: int) -> Self:
         return replace(self, seed=derive_key(self.seed, number)) if self.stochastic else self

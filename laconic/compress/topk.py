@@ -65,6 +65,10 @@ class TopK(Compressor):
         bitmap_end = low_bits_end + packing.packed_nbytes(k + ((numel - 1) >> low_bits), 1)
         return _Sections(k, low_bits, values_end, low_bits_end, bitmap_end)
 
+    @property
+    def kernels(self) -> str:
+        return "topk"
+
     def nbytes(self, numel: int) -> int:
         return self._sections(numel).bitmap_end
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.comm import Comm, Pending
 from laconic.comm.coded_mean import CodedMean, Part, block_of, split
 from laconic.compress import Compressor, Identity, Log
-from laconic.method import Method, Replica, check_choice, check_count, check_flag, state
+from laconic.method import Method, Replica, check_choice, check_count, check_flag, kernels_of, state
 
 MOST_RANKS = 2**16
 STEP, PAUSE = 1, 0  # what comes next, announced to a dedicated server
@@ -91,6 +91,9 @@ class EfficientAdam(Method):
 
     def trains(self, rank: int) -> bool:
         return not (self.dedicated and rank == self.server)
+
+    def kernels(self, numel: int, workers: int) -> set[str]:
+        return kernels_of(self.up, self.down, Identity())
 
     def setup(self, worker: Replica) -> None:
         size, x = worker.comm.size, worker.x

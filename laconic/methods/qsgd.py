@@ -13,7 +13,7 @@ import torch
 
 from laconic.comm.coded_mean import CodedMean, split
 from laconic.compress import Uniform
-from laconic.method import Method, Replica
+from laconic.method import Method, Replica, kernels_of
 
 
 @dataclass
@@ -51,6 +51,9 @@ class QSGD(Method):
 
     def quantizer(self) -> Uniform:
         return Uniform(self.bits, stochastic=True, block=self.block, seed=self.seed)
+
+    def kernels(self, numel: int, workers: int) -> set[str]:
+        return kernels_of(self.quantizer())
 
     def setup(self, worker: Replica) -> None:
         parts = split(0, worker.x.numel(), owners=range(worker.comm.size))

@@ -87,8 +87,8 @@ import logging, torch
 from numba.core import caching
 caching.CacheImpl._locator_classes = []  # as where no folder can be written
 logging.basicConfig()
-from laconic.compress.jit import njit
-double, triple = njit(nogil=True)(lambda x: 2 * x), njit()(lambda x: 3 * x)
+from laconic.compress.jit import kernel
+double, triple = kernel(lambda x: 2 * x), kernel(error_model="numpy")(lambda x: 3 * x)
 assert double(4) == 8 and triple(4) == 12
 """
 

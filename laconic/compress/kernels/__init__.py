@@ -2,5 +2,4 @@
 
 from laconic.compress.kernels import blockwise as blockwise
 from laconic.compress.kernels import dense as dense
-from laconic.compress.kernels import levels as levels
 from laconic.compress.kernels import topk as topk

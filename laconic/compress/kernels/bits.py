@@ -7,7 +7,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from laconic.compress.jit import njit
+from laconic.compress.jit import helper
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 SIGN = np.int32(-0x80000000)
@@ -100,7 +100,7 @@ def hash32(typing_context, index, first, second):
     return types.int32(types.uint32, types.uint32, types.uint32), generate
 
 
-@njit(nogil=True)
+@helper
 def largest_bits(x):
     """Returns max |x| as bits. Magnitudes order like their bits; a float maximum would not vectorize and drop NaN."""
     largest = np.int32(0)
@@ -110,7 +110,7 @@ def largest_bits(x):
     return largest
 
 
-@njit(nogil=True)
+@helper
 def largest_bits_of_sum(x, r):
     """Returns max |x + r| as bits, like `largest_bits`."""
     largest = np.int32(0)
@@ -121,19 +121,19 @@ def largest_bits_of_sum(x, r):
 
 
 # Plain loops, because numba takes seconds to compile a slice assignment.
-@njit(nogil=True)
+@helper
 def fill(target, value):
     for i in range(target.size):
         target[i] = value
 
 
-@njit(nogil=True)
+@helper
 def copy_into(target, source):
     for i in range(source.size):
         target[i] = source[i]
 
 
-@njit(nogil=True)
+@helper
 def store_float(out, start, value):
     """Stores an fp32 number as four bytes, little-endian, at any address."""
     pattern = np.uint32(bits_of(value))
@@ -141,7 +141,7 @@ def store_float(out, start, value):
         out[start + i] = np.uint8(pattern >> np.uint32(8 * i))
 
 
-@njit(nogil=True)
+@helper
 def load_float(code, start):
     """Inverts `store_float`."""
     pattern = np.uint32(0)
@@ -150,7 +150,7 @@ def load_float(code, start):
     return float_of(np.int32(pattern))
 
 
-@njit(nogil=True)
+@helper
 def pack_fields(symbols, bits, out):
     """Packs the symbols of a full block, eight bytes at a time, in the layout of `pack_fields` in `packing.py`.
 
@@ -185,7 +185,7 @@ def pack_fields(symbols, bits, out):
             store_word(out, start + i, packed)
 
 
-@njit(nogil=True)
+@helper
 def unpack_fields(packed, bits, symbols):
     """Inverts `pack_fields`."""
     low = np.uint64(0)
@@ -218,7 +218,7 @@ def unpack_fields(packed, bits, symbols):
                 store_word(symbols, i + j * n, load_word(symbols, i + j * n) | field)
 
 
-@njit(nogil=True)
+@helper
 def pack_sequence(values, width, out):
     """Packs integers of `width` bits one after the other, lowest bit first."""
     pending = np.uint64(0)
@@ -236,7 +236,7 @@ def pack_sequence(values, width, out):
         out[position] = np.uint8(pending & np.uint64(255))
 
 
-@njit(nogil=True)
+@helper
 def unpack_sequence(code, width, values):
     """Inverts `pack_sequence`."""
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)

@@ -5,7 +5,7 @@
 
 import numpy as np
 
-from laconic.compress.jit import njit
+from laconic.compress.jit import helper, kernel
 from laconic.compress.kernels.bits import (
     MAGNITUDE,
     NOT_FINITE,
@@ -26,17 +26,17 @@ HALF = np.float32(0.5)
 FP16_TO_FP32 = np.float32(2.0**112)  # 127 − 15, the difference of the exponent biases
 
 
-@njit(nogil=True)
+@kernel
 def all_finite(x):
     return largest_bits(x) < NOT_FINITE
 
 
-@njit(nogil=True)
+@kernel
 def sum_is_finite(x, r):
     return largest_bits_of_sum(x, r) < NOT_FINITE
 
 
-@njit(nogil=True)
+@kernel
 def halves_are_finite(halves, exponent):
     """Returns whether no 16-bit float has all bits of its exponent set. `exponent`: the mask of these bits."""
     largest = np.uint16(0)
@@ -46,14 +46,14 @@ def halves_are_finite(halves, exponent):
     return largest < exponent
 
 
-@njit(nogil=True)
+@kernel
 def add_scaled(values, target, factor):
     """target += factor · values."""
     for i in range(target.size):
         target[i] += factor * values[i]
 
 
-@njit(nogil=True)
+@helper
 def to_fp16(value):
     """Returns the bits of `value` in fp16, as int32: rounded to nearest even, clamped to the largest number."""
     pattern = bits_of(value)
@@ -66,14 +66,14 @@ def to_fp16(value):
     return np.int32(rounded | and32(np.int32(pattern >> 16), np.int32(0x8000)))
 
 
-@njit(nogil=True)
+@helper
 def from_fp16(half):
     """Inverts `to_fp16` up to rounding."""
     magnitude = float_of(shl32(and32(half, np.int32(0x7FFF)), np.int32(13))) * FP16_TO_FP32
     return float_of(np.int32(bits_of(magnitude) | and32(shl32(half, np.int32(16)), SIGN)))
 
 
-@njit(nogil=True)
+@helper
 def to_bf16(value):
     """Returns the bits of `value` in bf16, rounded and clamped like `to_fp16`."""
     pattern = bits_of(value)
@@ -84,12 +84,12 @@ def to_bf16(value):
     return np.int32(rounded | and32(np.int32(pattern >> 16), np.int32(0x8000)))
 
 
-@njit(nogil=True)
+@helper
 def from_bf16(half):
     return float_of(shl32(half, np.int32(16)))
 
 
-@njit(nogil=True)
+@kernel
 def encode_half(x, is_bf16, out):
     if is_bf16:
         for i in range(x.size):
@@ -99,7 +99,7 @@ def encode_half(x, is_bf16, out):
             out[i] = np.uint16(to_fp16(x[i]))
 
 
-@njit(nogil=True)
+@kernel
 def encode_half_with_feedback(x, residual, is_bf16, out):
     """Encodes p = x + residual into `out` and writes the rounding error to `residual`."""
     if is_bf16:
@@ -116,7 +116,7 @@ def encode_half_with_feedback(x, residual, is_bf16, out):
             out[i] = np.uint16(half)
 
 
-@njit(nogil=True)
+@kernel
 def add_half(code, is_bf16, target, factor):
     """target += factor · decoded."""
     if is_bf16:

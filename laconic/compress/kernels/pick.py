@@ -9,17 +9,17 @@ groups are neighbours in memory, so the loops vectorize.
 
 import numpy as np
 
-from laconic.compress.jit import njit
+from laconic.compress.jit import helper
 from laconic.compress.kernels.bits import MAGNITUDE, and32, bits_of, fill
 
 
-@njit(nogil=True)
+@helper
 def picked_nbytes(of, count):
     """Returns the bytes of the packed symbols of `count` entries."""
     return (-(-count // of) + 1) // 2
 
 
-@njit(nogil=True)
+@helper
 def pack_picks(of, p, threshold, packed):
     """Picks the largest entry of each group, if its bits reach `threshold`, and packs two symbols into a byte."""
     row = -(-p.size // of)
@@ -37,7 +37,7 @@ def pack_picks(of, p, threshold, packed):
         packed[i] |= np.uint8(symbols[half + i] << np.int32(4))
 
 
-@njit(nogil=True)
+@helper
 def take_larger(p, positive, negative, largest, symbols):
     """Takes the entries of one row as the picks of groups in which they are the largest so far."""
     for i in range(p.size):
@@ -48,7 +48,7 @@ def take_larger(p, positive, negative, largest, symbols):
         largest[i] = magnitude if magnitude > largest[i] else largest[i]
 
 
-@njit(nogil=True)
+@helper
 def add_picked(of, packed, scale, weight, symbols, target):
     """target += weight · levels; `symbols` is scratch memory."""
     row, half = -(-target.size // of), packed.size
@@ -62,7 +62,7 @@ def add_picked(of, packed, scale, weight, symbols, target):
         add_row(symbols, np.uint8(number + 1), np.uint8(number + 1 + of), level, zero, rows)
 
 
-@njit(nogil=True)
+@helper
 def add_row(symbols, positive, negative, level, zero, target):
     """Adds ±level to the entries of one row that were picked, and `zero` (0.0 or −0.0) to the others."""
     for i in range(target.size):

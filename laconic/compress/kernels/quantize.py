@@ -5,7 +5,7 @@
 
 import numpy as np
 
-from laconic.compress.jit import njit
+from laconic.compress.jit import helper
 from laconic.compress.kernels.bits import (
     MAGNITUDE,
     SIGN,
@@ -15,7 +15,6 @@ from laconic.compress.kernels.bits import (
     float_of,
     hash32,
 )
-from laconic.compress.kernels.levels import LOG_KIND, SIGN_KIND, UNIFORM_KIND
 from laconic.compress.kernels.pick import add_picked, pack_picks
 
 SIGN_AND_EXPONENT = np.int32(-0x800000)
@@ -26,7 +25,7 @@ NOISE_UNIT = np.float32(2.0**-32)  # maps int32 to [−½, ½)
 SMALLEST = np.float32(2.0**-149)
 
 
-@njit(nogil=True)
+@helper
 def sign_block(x, r, scale, symbols):
     level = bits_of(scale)
     for i in range(x.size):
@@ -36,14 +35,14 @@ def sign_block(x, r, scale, symbols):
         symbols[i] = np.uint8(np.uint32(sign) >> np.uint32(31))
 
 
-@njit(nogil=True)
+@helper
 def pick_threshold(scale):
     """Returns the bits of scale/2, from which on entries round to ±scale; at least the smallest number, never 0."""
     threshold = np.float32(0.5) * scale
     return bits_of(threshold if threshold > SMALLEST else SMALLEST)
 
 
-@njit(nogil=True)
+@helper
 def log_block(x, r, scale, bits, high_halves, symbols):
     """Works on the bits of the numbers; `high_halves` (block) uint16 is scratch memory."""
     levels = np.int32((1 << (bits - 1)) - 1)
@@ -85,7 +84,7 @@ def log_block(x, r, scale, bits, high_halves, symbols):
         symbols[i] = np.uint8(np.uint16(index | sign))
 
 
-@njit(nogil=True)
+@helper
 def log_block_near_zero(x, r, scale, bits, symbols):
     """Does what `log_block` does for scales so small that a level is subnormal: exact thresholds in fp64."""
     levels = (1 << (bits - 1)) - 1
@@ -107,7 +106,7 @@ def log_block_near_zero(x, r, scale, bits, symbols):
         symbols[i] = np.uint8(index | negative) if is_negative else np.uint8(index)
 
 
-@njit(nogil=True)
+@helper
 def uniform_block(x, r, scale, bits, symbols):
     if scale < TINY:
         uniform_block_near_zero(x, r, scale, bits, False, np.uint64(0), symbols)
@@ -123,7 +122,7 @@ def uniform_block(x, r, scale, bits, symbols):
         symbols[i] = saturate(add32(bits_of(shifted), offset))
 
 
-@njit(nogil=True)
+@helper
 def uniform_stochastic_block(x, r, scale, bits, key, symbols):
     """Adds noise of ±½ level before rounding, so that the expected value is exact."""
     if scale < TINY:
@@ -144,7 +143,7 @@ def uniform_stochastic_block(x, r, scale, bits, key, symbols):
         symbols[i] = saturate(add32(bits_of(shifted), offset))
 
 
-@njit(nogil=True)
+@helper
 def uniform_block_near_zero(x, r, scale, bits, stochastic, key, symbols):
     """Does what the two functions above do, for scales so small that levels / scale could overflow.
 
@@ -167,14 +166,14 @@ def uniform_block_near_zero(x, r, scale, bits, stochastic, key, symbols):
         symbols[i] = np.uint8(np.int32(rounded) + np.int32(levels))
 
 
-@njit(nogil=True)
+@helper
 def saturate(symbol):
     """Returns an int32 as a byte. It is in range anyway; the bounds let LLVM use saturating SIMD packs."""
     symbol = np.int32(0) if symbol < np.int32(0) else symbol
     return np.uint8(np.int32(255) if symbol > np.int32(255) else symbol)
 
 
-@njit(nogil=True)
+@helper
 def splitmix64(value):
     """Hashes as `splitmix64` in `laconic/compress/random.py` does."""
     value += np.uint64(0x9E3779B97F4A7C15)
@@ -183,23 +182,10 @@ def splitmix64(value):
     return value ^ (value >> np.uint64(31))
 
 
-@njit(nogil=True)
+@helper
 def pick_block(of, x, r, scale, symbols, packed):
     """Writes packed symbols; `symbols` is scratch memory."""
     for i in range(x.size):
         r[i] = x[i] + r[i]
     pack_picks(of, r, pick_threshold(scale), packed)
     add_picked(of, packed, scale, np.float32(-1.0), symbols, r)
-
-
-@njit(nogil=True)
-def quantize_block(kind, bits, x, r, scale, key, high_halves, symbols):
-    """Runs the loop of `kind`. Not for `Pick`."""
-    if kind == SIGN_KIND:
-        sign_block(x, r, scale, symbols)
-    elif kind == LOG_KIND:
-        log_block(x, r, scale, bits, high_halves, symbols)
-    elif kind == UNIFORM_KIND:
-        uniform_block(x, r, scale, bits, symbols)
-    else:
-        uniform_stochastic_block(x, r, scale, bits, key, symbols)

@@ -8,7 +8,7 @@ Magnitudes are compared as int32 bits, which order like the floats. `feedback`: 
 
 import numpy as np
 
-from laconic.compress.jit import njit
+from laconic.compress.jit import helper, kernel
 from laconic.compress.kernels.bits import (
     MAGNITUDE,
     NOT_FINITE,
@@ -26,13 +26,13 @@ SAMPLE_STRIDE = 1024
 RADIX_BITS = 11
 
 
-@njit(nogil=True)
+@helper
 def magnitude_at(x, residual, feedback, i):
     value = x[i] + residual[i] if feedback else x[i]
     return and32(bits_of(value), MAGNITUDE)
 
 
-@njit(nogil=True)
+@helper
 def load_magnitudes(x, residual, feedback, start, magnitudes):
     """Writes the magnitudes of one chunk to `magnitudes` and returns the largest."""
     count = min(magnitudes.size, x.size - start)
@@ -52,7 +52,7 @@ def load_magnitudes(x, residual, feedback, start, magnitudes):
     return largest
 
 
-@njit(nogil=True)
+@helper
 def find_bin(histogram, rank):
     """Returns the bin that holds the rank-th largest entry, and the rank of the entry within that bin."""
     bin_index = histogram.size - 1
@@ -62,7 +62,7 @@ def find_bin(histogram, rank):
     return bin_index, rank
 
 
-@njit(nogil=True)
+@helper
 def rank_th_largest(values, rank):
     """Returns the rank-th largest value, and its rank among values equal to it.
 
@@ -83,7 +83,7 @@ def rank_th_largest(values, rank):
     return np.int32(prefix), rank
 
 
-@njit(nogil=True)
+@helper
 def rank_th_largest_of_all(x, residual, feedback, rank):
     """Does the same for all magnitudes of x (+ residual), in three more passes, if the sampled threshold was wrong."""
     histogram = np.empty(1 << RADIX_BITS, np.int64)
@@ -101,7 +101,7 @@ def rank_th_largest_of_all(x, residual, feedback, rank):
     return np.int32(prefix), rank
 
 
-@njit(nogil=True)
+@helper
 def guess_threshold(x, residual, feedback, k):
     """Returns a magnitude that somewhat more than k entries should reach, estimated from a sample."""
     if x.size < 16 * SAMPLE_STRIDE:
@@ -117,7 +117,7 @@ def guess_threshold(x, residual, feedback, k):
     return rank_th_largest(sample, rank)[0]
 
 
-@njit(nogil=True)
+@helper
 def collect(x, residual, feedback, threshold, candidates, magnitudes):
     """Collects the indices and magnitudes of entries that reach `threshold`, in order.
 
@@ -153,7 +153,7 @@ def collect(x, residual, feedback, threshold, candidates, magnitudes):
     return found, largest
 
 
-@njit(nogil=True)
+@kernel
 def select(x, residual, feedback, indices):
     """Fills `indices` with the sorted indices of the k largest magnitudes; among equals the first are taken.
 
@@ -188,14 +188,14 @@ def select(x, residual, feedback, indices):
     return True
 
 
-@njit(nogil=True)
+@kernel
 def add_into(residual, x):
     """residual += x."""
     for i in range(x.size):
         residual[i] = x[i] + residual[i]
 
 
-@njit(nogil=True)
+@kernel
 def pack_indices(indices, low_bits, lows, bitmap):
     """Elias–Fano codes sorted indices: their low bits, and bit (index >> low_bits) + position set in a bitmap."""
     mask = (1 << low_bits) - 1
@@ -210,7 +210,7 @@ def pack_indices(indices, low_bits, lows, bitmap):
         pack_sequence(remainders, low_bits, lows)
 
 
-@njit(nogil=True)
+@kernel
 def unpack_indices(lows, bitmap, low_bits, numel, indices):
     """Inverts `pack_indices`. Returns False if the bytes are not a valid list of ascending indices below `numel`."""
     if low_bits > 0:

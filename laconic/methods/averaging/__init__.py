@@ -12,7 +12,7 @@ from laconic.comm.coded_mean import CodedMean, split
 from laconic.compress import Compressor
 from laconic.forms import Choice, Form, Maybe, Real, Whole
 from laconic.method import Method, Replica, state
-from laconic.methods.averaging.anchor import make_anchor, move_anchor, squared_distance
+from laconic.methods.averaging.anchor import LARGE, make_anchor, move_anchor, squared_distance
 
 Moments = Literal["local", "averaged"]
 # S is a difference of two squared distances; below this fraction of them it is rounding error and counts as 0.
@@ -44,6 +44,11 @@ class Averaging(Method):
     residual: Tensor | None = state(merge="mean")  # quantization error of this worker's messages
     # Quantization error of the averages that this rank sends as an owner.
     owner_residual: Tensor | None = state(merge="method")
+
+    def kernels(self, numel: int, workers: int) -> set[str]:
+        if self.settings().get("compressor") is None:
+            return {"anchor"} if numel >= LARGE else set()
+        return super().kernels(numel, workers) if workers > 1 else set()
 
     def prepare(self, worker: Replica, compressor: Compressor | None) -> None:
         """Allocates the state; called in `setup`."""

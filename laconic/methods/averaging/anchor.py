@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laconic.compress.backend import kernels_for
+
 COARSE = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
 # From this many entries on, the numba kernels save more time than loading them takes.
 LARGE = 1 << 16
@@ -54,4 +56,5 @@ def squared_distance_torch(x: Tensor, anchor: Tensor) -> float:
 
 
 def _has_kernel(x: Tensor, anchor: Tensor) -> bool:
-    return x.numel() >= LARGE and x.device.type == "cpu" and (x.dtype, anchor.dtype) == (torch.float32, torch.bfloat16)
+    fits = (x.dtype, anchor.dtype) == (torch.float32, torch.bfloat16)
+    return fits and x.numel() >= LARGE and kernels_for(x) is not None

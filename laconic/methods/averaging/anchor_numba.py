@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic.compress.jit import njit
+from laconic.compress.jit import helper, kernel
 
 LANES = 1024
 FLUSH = 64
@@ -29,7 +29,7 @@ def move_anchor(x: Tensor, anchor: Tensor) -> float:
     return float(_squared_distance(x.numpy(), halves))
 
 
-@njit(nogil=True)
+@kernel
 def _squared_distance(x: Any, anchor: Any) -> Any:
     lanes = np.zeros(LANES, np.float32)
     total = 0.0
@@ -45,21 +45,21 @@ def _squared_distance(x: Any, anchor: Any) -> Any:
     return total + _flush(lanes)
 
 
-@njit(nogil=True)
+@helper
 def _add_squares(lanes: Any, x: Any, anchor: Any) -> None:
     for j in range(x.size):
         difference = x[j] - np.uint32(np.uint32(anchor[j]) << np.uint32(16)).view(np.float32)
         lanes[j] += difference * difference
 
 
-@njit(nogil=True)
+@kernel
 def _truncate(bits: Any, anchor: Any) -> None:
     """Rounds float32, given as its bits, to bfloat16 towards zero: cheaper than to the nearest, and never infinite."""
     for i in range(bits.size):
         anchor[i] = bits[i] >> np.uint32(16)
 
 
-@njit(nogil=True)
+@helper
 def _flush(lanes: Any) -> Any:
     """Returns the sum of the lanes, and sets them to 0."""
     total = 0.0

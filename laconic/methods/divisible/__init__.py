@@ -21,14 +21,14 @@ from torch import Tensor
 from laconic.comm import Comm
 from laconic.compress import Compressor, Log, Pick, Uniform
 from laconic.forms import Form
-from laconic.method import Method, Replica, check_choice, check_count, check_flag, state
+from laconic.method import Method, Replica, check_choice, check_count, check_flag, kernels_of, state
 from laconic.methods.divisible import saved as saved_state
 from laconic.methods.divisible.averages import BackgroundAverages, ForegroundAverages
 from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
 from laconic.methods.divisible.pace import Pace
 from laconic.methods.divisible.pieces import Flight, foreground_block, next_piece, overlap
-from laconic.methods.divisible.stretch import Stretch, is_adam
+from laconic.methods.divisible.stretch import LARGE, Stretch, is_adam
 
 # The quantizers of background="auto": the second one only if the link is measured to be too slow for the first.
 QUANTIZERS = (Uniform(4), Pick(7))
@@ -125,6 +125,19 @@ class Divisible(Method):
         check_choice("hops", self.hops, (1, 2, None))
         if self.background is None and self.hops == 2:
             raise ValueError("hops=2 is for quantized messages, and background=None sends fp32: leave hops out")
+
+    def kernels(self, numel: int, workers: int) -> set[str]:
+        if workers == 1:
+            return set()
+        found = {"stretch"} if numel >= LARGE else set()
+        if self.background is None:
+            return found
+        moves, *gradients = self._codes()
+        if self.period is None:
+            return found | kernels_of(FOREGROUND)
+        if self.period != "auto":
+            moves = moves[:1]  # only a measured pace changes the quantizer
+        return found | kernels_of(FOREGROUND, *moves, *(code for codes in gradients for code in codes))
 
     def setup(self, worker: Replica) -> None:
         comm = worker.comm

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from laconic.compress.jit import njit
+from laconic.compress.jit import kernel
 
 TINY = np.float32(1e-38)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _refresh(q, m, kept, added):
     for i in range(q.size):
         q[i] = q[i] * kept + m[i] * m[i] * added
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _stretch(x, m, v, q, rate, unbias_v, eps, slope, least):
     one = np.float32(1.0)
     for i in range(x.size):
