@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 
+from laconic.extras import MissingExtra, need
+
 
 def main() -> None:
     """Runs the command line, or says what to install for it."""
     try:
-        from laconic import cli
-    except ModuleNotFoundError as missing:
-        sys.exit(f"laconic: the command line needs more packages: pip install 'laconic[bench]' ({missing})")
+        for package in ("tyro", "rich"):
+            need(package, "cli")
+    except MissingExtra as missing:
+        sys.exit(f"laconic: {missing} (with everything that comparisons need: 'laconic[bench]')")
+    from laconic import cli
+
     cli.main()
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import dataclass_transform
 
 from laconic.comm import Comm
 from laconic.compress import Compressor
@@ -83,7 +84,9 @@ class Replica(Protocol):
         """
 
 
-def state(default: Any = None, *, form: Form | None = None, merge: Merge | None = None) -> Any:
+def state(
+    default: Any = None, *, form: Form | None = None, merge: Merge | None = None, init: Literal[False] = False
+) -> Any:
     """Declares a field of a method as state: it is no setting, and is saved and loaded with the worker.
 
     Args:
@@ -93,6 +96,7 @@ def state(default: Any = None, *, form: Form | None = None, merge: Merge | None 
         merge: how the values of all ranks become one, for a checkpoint of another number of workers. "same": all ranks
             have the same value, which loading verifies. "mean": the mean over the ranks that train. "method": the
             method's own `merge` does it. None: the values must happen to be equal.
+        init: always False; tells type checkers that the field is no argument of the constructor.
 
     >>> import laconic
     >>> from dataclasses import dataclass
@@ -106,10 +110,11 @@ def state(default: Any = None, *, form: Form | None = None, merge: Merge | None 
     {'steps': 0}
     """
     return field(
-        default=default, init=False, repr=False, compare=False, metadata={"state": True, "form": form, "merge": merge}
+        default=default, init=init, repr=False, compare=False, metadata={"state": True, "form": form, "merge": merge}
     )
 
 
+@dataclass_transform(field_specifiers=(state, field))
 @dataclass
 class Method:
     """Base class of all communication methods.

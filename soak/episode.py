@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing_extensions import Self
 
 from laconic.emulate import Network, parse_links
 from soak import leftovers

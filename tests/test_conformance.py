@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -259,7 +260,8 @@ def run_rows(rows: list[Row], run: Callable[[Row, str], Run]) -> dict[Key, Run]:
         try:
             results[row.name, optimizer] = run(row, optimizer)
         except BaseException as error:
-            error.add_note(f"in the row {row.name!r} with {optimizer}")
+            if sys.version_info >= (3, 11):
+                error.add_note(f"in the row {row.name!r} with {optimizer}")
             raise
     return results
 

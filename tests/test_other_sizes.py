@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def run_rows(directory: Path, resume: bool, steps: int) -> dict[str, Stage]:
         try:
             found[row.name] = run_stage(row, directory / str(i), resume, steps)
         except BaseException as error:
-            error.add_note(f"in the row {row.name!r}")
+            if sys.version_info >= (3, 11):
+                error.add_note(f"in the row {row.name!r}")
             raise
     return found
 

@@ -263,7 +263,7 @@ def _new_record(contender: Contender, plan: Plan) -> Record:
         steps=plan.steps,
         seed=plan.seed,
         command=plan.command,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         versions={"laconic": laconic.__version__, "torch": torch.__version__, "python": platform.python_version()},
         machine=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         target=plan.target,

@@ -166,5 +166,8 @@ def read_rank(folder: Path, entry: dict[str, Any], *, mmap: bool) -> Any:
 
 
 def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -10,10 +10,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from laconic.comm.comm import PeerError
 from laconic.comm.gossip import Gossip, Talk

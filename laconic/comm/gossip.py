@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Self
 
 from torch import Tensor
+from typing_extensions import Self
 
 from laconic.topology import Topology
 

@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, Field, fields
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from laconic.compress.backend import kernels_for
 

@@ -1,11 +1,11 @@
 """Quantizers with one scale per block: `Sign`, `Pick`, `Log` and `Uniform`."""
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import Self
 
 from laconic.compress.blockwise import BLOCK, Blockwise, check_block
 from laconic.compress.random import derive_key, uniform_noise

@@ -181,7 +181,7 @@ def _create(links: list[dict[str, Any]]) -> tuple[Fabric, dict[str, Any]]:
     try:
         from pyroute2.netlink.exceptions import NetlinkError
     except ImportError as error:
-        raise CannotEmulateError("pyroute2 is not installed: pip install 'laconic[bench]'") from error
+        raise CannotEmulateError("pyroute2 is not installed: pip install 'laconic[emulate]'") from error
     in_user_namespace = acquire_network_privileges()
     try:
         fabric = Fabric(links)

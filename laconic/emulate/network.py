@@ -8,7 +8,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from laconic.emulate import holder
 from laconic.emulate.links import Link, check_hosts

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from torch import nn
 
+from laconic.extras import MissingExtra
 from laconic.rules import check_choice
 from laconic.tasks.classification import Classification, Images, Split
 from laconic.tasks.vision import cnn, mlp
@@ -65,7 +66,7 @@ def _digits() -> Split:
     # Importing scikit-learn would take every worker seconds, so only its data file is read.
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
-        raise ModuleNotFoundError("the task digits needs the data file of scikit-learn: pip install 'laconic[bench]'")
+        raise MissingExtra("the task digits needs the data file of scikit-learn: pip install 'laconic[tasks]'")
     rows = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.uint8)
     pixels, labels = rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
     # Every fifth image is held out. Cutting at one place would give the test set writers that training never sees.

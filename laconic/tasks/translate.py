@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from laconic.extras import need
 from laconic.tasks.data import text
 from laconic.tasks.data.bpe import BEGIN, END, PAD, decode
 from laconic.tasks.data.dataset import Arrays
@@ -49,6 +50,7 @@ class Translate(Task):
         return Translator(text.VOCABULARY_SIZE, PAD, width=128, layers=2, heads=4)
 
     def load(self, rank: int, size: int, seed: int) -> Shard:
+        need("sacrebleu", "tasks")  # for `evaluate`, after training
         arrays = text.MULTI30K.arrays()
         no_labels = np.zeros(len(arrays["train_source_offsets"]) - 1, np.int64)  # one entry per sentence pair
         samples = shard_indices(parse_partition(self.partition), no_labels, rank, size, seed)
@@ -58,8 +60,7 @@ class Translate(Task):
         return cross_entropy(model, batch, label_smoothing=0.1)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        from sacrebleu.metrics.bleu import BLEU
-
+        BLEU = need("sacrebleu.metrics.bleu", "tasks").BLEU
         arrays = text.MULTI30K.arrays()
         pieces, references = (json.loads(arrays[name].tobytes()) for name in ("pieces", "references"))
         # Batches of similar lengths need less padding, and decoding stops when the longest sentence of a batch ends.
