@@ -8,7 +8,7 @@ PYTHON ?= python3
 # Compiles kernels while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: demo docs test test-lowest lint kernels format soak fuzz clean
+.PHONY: demo docs test test-lowest lint kernels format soak fuzz dist clean
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,12 @@ FAULTS := 1200
 SEED := 0
 soak: kernels
 	$(BIN)/python -m soak --faults $(FAULTS) --seed $(SEED) --out soak.jsonl
+
+# The wheel and the source archive, in dist. See docs/releasing.md.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	$(BIN)/python -m build
 
 # Every fuzzer, for so many seconds each. See fuzz/__init__.py.
 FUZZ_SECONDS := 60

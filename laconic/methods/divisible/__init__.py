@@ -23,7 +23,7 @@ from laconic.compress import Compressor, Log, Pick, Uniform
 from laconic.forms import Form
 from laconic.method import Method, Replica, check_choice, check_count, check_flag, kernels_of, state
 from laconic.methods.divisible import saved as saved_state
-from laconic.methods.divisible.averages import BackgroundAverages, ForegroundAverages
+from laconic.methods.divisible.averages import FOREGROUND, BackgroundAverages, ForegroundAverages
 from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
 from laconic.methods.divisible.pace import Pace
