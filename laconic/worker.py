@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import Self
 
 from laconic import checkpoint, kernels
@@ -426,7 +427,8 @@ def _compile_kernels(model: nn.Module, method: Method, device: torch.device, com
     """Compiles what the method needs before this rank connects, so that the others' time-outs do not include it."""
     if device.type == "cpu" and isinstance(method, Method):
         workers = comm.size if comm is not None else expected_size()
-        kernels.prepare(method.kernels(sum(p.numel() for p in model.parameters()), workers))
+        numel = sum(p.numel() for p in model.parameters() if not is_lazy(p))  # lazy ones are rejected later
+        kernels.prepare(method.kernels(numel, workers))
 
 
 def _is_within(call: FrameType, frame: FrameType | None) -> bool:

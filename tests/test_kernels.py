@@ -40,7 +40,7 @@ LARGE = max(anchor.LARGE, stretch.LARGE)
         (laconic.Divisible(background=Pick(4), period=None), 1000, 4, {"uniform"}),
         (laconic.Divisible(background=None), 1000, 4, set()),
     ],
-    ids=repr,
+    ids=lambda value: repr(sorted(value) if isinstance(value, set) else value),
 )
 def test_a_method_names_the_kernels_that_it_may_call(method, numel, workers, expected):
     assert method.kernels(numel, workers) == expected
