@@ -13,10 +13,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from laconic.bench.record import Record
 from laconic.bench.run import Plan
 from laconic.bench.strategies import Contender
-from laconic.bench.units import nbytes_text
+from laconic.bench.units import labelled_metric_text, metric_text, nbytes_text, seconds_text
 
+STARTING = "starting"
+FIRST_START = "starting: imports torch, and compiles kernels if they are not cached"
 REFRESH_SECONDS = 0.25
 LINE_SECONDS = 10.0  # between two plain lines, where there is no terminal
 
@@ -29,6 +32,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._starting = FIRST_START
 
     @contextmanager
     def __call__(self, contender: Contender, plan: Plan) -> Iterator[Path]:
@@ -39,7 +43,7 @@ class Display:
             seen = np.memmap(file.name, dtype=np.float64, mode="r")
             ended = threading.Event()
             show = self._live if self._console.is_terminal else self._plain
-            name = f"{contender.label} (seed {plan.seed})" if plan.seed else contender.label
+            name = run_name(contender.label, plan.seed)
             thread = threading.Thread(target=show, args=(name, plan.steps, seen, ended), daemon=True)
             thread.start()
             try:
@@ -47,19 +51,24 @@ class Display:
             finally:
                 ended.set()
                 thread.join()
+                self._starting = STARTING
+
+    def show_result(self, record: Record) -> None:
+        """Prints the result of a run that has ended."""
+        self._line(run_name(record.name, record.seed), result_text(record))
 
     def _live(self, name: str, steps: int, seen: np.ndarray, ended: threading.Event) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
         with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task(name, total=steps, text="starting")
-            for text in watch(seen, ended):
+            task = progress.add_task(name, total=steps, text=self._starting)
+            for text in watch(seen, ended, self._starting):
                 progress.update(task, completed=seen[0], text=text)
         self._line(name, text)
 
     def _plain(self, name: str, steps: int, seen: np.ndarray, ended: threading.Event) -> None:
-        self._line(name, f"{steps} steps")
+        self._line(name, f"{steps} steps, {self._starting}")
         last = time.monotonic()
-        for text in watch(seen, ended):
+        for text in watch(seen, ended, self._starting):
             if time.monotonic() - last > LINE_SECONDS:
                 last = time.monotonic()
                 self._line(name, text)
@@ -69,7 +78,25 @@ class Display:
         self._console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
 
 
-def watch(seen: np.ndarray, ended: threading.Event) -> Iterator[str]:
+def run_name(label: str, seed: int) -> str:
+    """Returns the name of a run in progress displays; the seed is shown if it is not 0."""
+    return f"{label} (seed {seed})" if seed else label
+
+
+def result_text(record: Record) -> str:
+    """Returns the result of a run in one line."""
+    final = record.final()
+    if record.status != "ok" or final is None:
+        return f"failed: {record.reason.strip().splitlines()[-1]}"
+    text = f"{labelled_metric_text(record.metric, final)} after {seconds_text(record.seconds)}"
+    if record.target is None:
+        return text
+    reached = record.reached(record.target)
+    goal = metric_text(record.metric, record.target)
+    return f"{text}; {f'{goal} in {seconds_text(reached.seconds)}' if reached else f'{goal} not reached'}"
+
+
+def watch(seen: np.ndarray, ended: threading.Event, starting: str) -> Iterator[str]:
     """Yields a description of the progress every REFRESH_SECONDS, and once more at the end."""
     start = None
     finished = False
@@ -77,7 +104,7 @@ def watch(seen: np.ndarray, ended: threading.Event) -> Iterator[str]:
         finished = ended.wait(REFRESH_SECONDS)
         if seen[0] and start is None:
             start = (time.monotonic(), float(seen[0]))
-        yield "starting" if start is None else describe(seen, *start)
+        yield starting if start is None else describe(seen, *start)
 
 
 def describe(seen: np.ndarray, start: float, first: float) -> str:

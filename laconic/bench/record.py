@@ -30,7 +30,7 @@ class Point:
 
     Args:
         step: The number of steps made.
-        seconds: Training time until then, evaluation not included.
+        seconds: Training time until then. The models are evaluated after training, which is not included.
         payload_nbytes: Bytes sent by one worker, mean over workers.
         nic_nbytes: The same as counted by the (emulated) network interface, headers included; None on loopback.
         values: Loss and metric of the evaluated model on held-out data.
@@ -118,13 +118,19 @@ class Record:
         """Returns the metric at the last evaluation, or None if there was none."""
         return self.points[-1].values[self.metric] if self.points else None
 
-    def first_at(self, target: float) -> Point | None:
-        """Returns the first evaluation that is at least as good as the target, or None."""
-        for point in self.points:
-            value = point.values[self.metric]
-            if value >= target if self.higher_is_better else value <= target:
+    def reached(self, target: float) -> Point | None:
+        """Returns the first evaluation at the target that the next one confirms, or None.
+
+        One evaluation above the target may be noise. The last evaluation of a run needs no confirmation.
+        """
+        at_target = [self._is_at(point.values[self.metric], target) for point in self.points]
+        for i, point in enumerate(self.points):
+            if at_target[i] and all(at_target[i : i + 2]):
                 return point
         return None
+
+    def _is_at(self, value: float, target: float) -> bool:
+        return value >= target if self.higher_is_better else value <= target
 
 
 class RunsFile:
@@ -139,7 +145,7 @@ class RunsFile:
         Raises:
             OSError: The line could not be written, for example because the disk is full. Earlier lines are unchanged.
         """
-        line = (json.dumps(_to_json(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
+        line = (json.dumps(to_json(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
         # Unbuffered: closing a buffered file would write again what a full disk rejected.
         with open(self.path, "ab", buffering=0) as file:
             end = file.tell()
@@ -168,13 +174,13 @@ class RunsFile:
         return records
 
 
-def _to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by strings that `float` accepts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _to_json(entry) for key, entry in value.items()}
-    return [_to_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {key: to_json(entry) for key, entry in value.items()}
+    return [to_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def parse_record(line: str) -> Record:

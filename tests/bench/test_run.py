@@ -109,14 +109,18 @@ class Killed:
         return parse_contender("ddp").strategy.join(model, optimizer)  # type: ignore[arg-type]
 
 
-def no_display(contender: Contender, plan: Plan) -> AbstractContextManager[None]:
-    return nullcontext()
+class NoDisplay:
+    def __call__(self, contender: Contender, plan: Plan) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def show_result(self, record: Record) -> None:
+        pass
 
 
 def test_a_worker_that_dies_fails_its_run_and_the_others_go_on(tmp_path: Path) -> None:
     killed = Contender("killed", "killed", Killed())  # type: ignore[arg-type]
     contenders = [parse_contender("none"), killed, parse_contender("local_sgd+period=2")]
-    records = compare(contenders, PLAN, 2, tmp_path, no_display)
+    records = compare(contenders, PLAN, 2, tmp_path, NoDisplay())
     assert [(r.name, r.seed, r.status) for r in records] == [
         (name, seed, "failed" if name == "killed" else "ok")
         for seed in (0, 1)
