@@ -231,7 +231,8 @@ class DiLoCo(Baseline):
 
 def _step(outer: torch.optim.Optimizer, start: list[Tensor], gradient: Tensor) -> None:
     """Makes one step of the outer optimizer, given its gradient as one flat vector."""
-    for value, part in zip(start, gradient.split([value.numel() for value in start]), strict=True):
+    parts = gradient.split([value.numel() for value in start])  # type: ignore[no-untyped-call]
+    for value, part in zip(start, parts, strict=True):
         value.grad = part.view_as(value)
     outer.step()
 

@@ -117,7 +117,7 @@ def race_table(records: Sequence[Record], target: float) -> RenderableType:
     words = headline(summaries, target)
     legend = Table.grid(padding=(0, 2))
     if has_winner:
-        legend.add_row(WINNER, "the fastest to the target, mean over seeds")
+        legend.add_row(WINNER, "the fastest, by the mean over seeds")
     for header, meaning in columns.items():
         legend.add_row(header, meaning)
     return Group(table, legend, Text(""), Text(" ".join([words.sentence, *words.details])))
@@ -133,9 +133,8 @@ def column_meanings(records: Sequence[Record], target: float, compares: bool) ->
     """
     metric = metric_name(records[0].metric)
     goal = metric_text(records[0].metric, target)
-    meanings = {
-        f"time to {goal}": f"training time until {metric} is {goal} in two successive evaluations, mean of seeds"
-    }
+    crossing = f"training time until two successive evaluations reach {goal} ({metric}): mean and range over seeds"
+    meanings = {f"time to {goal}": crossing}
     if compares:
         meanings["against DDP"] = "how many times faster than PyTorch's DistributedDataParallel"
     return meanings | {
@@ -150,7 +149,12 @@ def _time(summary: Summary, target: float) -> str:
     cost = summary.to_target(target)
     if cost is None:
         return "not reached"
-    return seconds_text(cost.seconds) + ("" if cost.by_all else f" ({cost.reached} of {cost.seeds} seeds)")
+    text = seconds_text(cost.seconds)
+    if not cost.by_all:
+        return f"{text} ({cost.reached} of {cost.seeds} seeds)"
+    if cost.seeds > 1:
+        text += f" ({seconds_text(cost.lowest_seconds)} – {seconds_text(cost.highest_seconds)})"
+    return text
 
 
 def _sent(summary: Summary, target: float) -> str:

@@ -202,7 +202,8 @@ def read_copy(model: nn.Module, path: Path) -> list[Tensor]:
     """Returns the tensors that `write_copy` wrote for a model with the same state."""
     data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     state = model.state_dict().values()
-    parts = data.split([value.numel() * value.element_size() for value in state])
+    sizes = [value.numel() * value.element_size() for value in state]
+    parts = data.split(sizes)  # type: ignore[no-untyped-call]
     return [part.clone().view(value.dtype).view(value.shape) for part, value in zip(parts, state, strict=True)]
 
 

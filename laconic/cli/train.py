@@ -51,14 +51,16 @@ class Train(TrainingCommand):
         if words and words[0].startswith("-") and method not in strategy_names():
             raise ValueError(f"{method!r} is no method: it comes first, as in laconic {name} local_sgd --period 4")
         # A setting that method and task both have belongs to the method.
-        of_method = Group(f"settings of the method {method}", f"{method}.", options_of(find_strategy(method)))
-        of_method = of_method.without(names)
+        settings = Group(f"settings of the method {method}", f"{method}.", options_of(find_strategy(method)))
+        of_method = settings.without(names)
+        hidden = [option.name for option in settings.options if option.name in names]
         of_task = task_group(task).without(names | {option.name for option in of_method.options})
         prog, description, rest = f"laconic {name}", summary_of(cls), list(words)
         if typed is None:
             description += f"\nMethods and baselines: {', '.join(strategy_names())}."
         else:
             prog, description = f"{prog} {method}", f"{method}: {summary_of(find_strategy(method))}"
+            description += "".join(f"\nIts setting {key} is written {method}+{key}=VALUE." for key in hidden)
             own = own.without({"method"})
             rest.remove(typed)
         values, method_settings, task_settings = parse(prog, description, [own, of_method, of_task], rest)
