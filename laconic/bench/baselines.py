@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class Baseline:
             dist.init_process_group("gloo")
         d = sum(p.numel() for p in model.parameters() if p.requires_grad)
         ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-        yield self.wrap(model, optimizer, 4 * d * ring)
+        session = self.wrap(model, optimizer, 4 * d * ring)
+        session.average = partial(average_models, model)
+        yield session
         dist.barrier()
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer, allreduce_nbytes: float) -> Session:
@@ -51,6 +54,11 @@ class Baseline:
             allreduce_nbytes: The bytes that one worker sends in one ring all-reduce of all fp32 gradients.
         """
         raise NotImplementedError
+
+
+def average_models(model: nn.Module) -> None:
+    """Computes the mean of all workers' parameters, with one all-reduce. The model is not changed."""
+    dist.all_reduce(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
 
 
 def count_payload(optimizer: torch.optim.Optimizer, nbytes_of_step: Callable[[int], float]) -> Callable[[], Reading]:

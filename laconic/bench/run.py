@@ -98,6 +98,7 @@ class WorkerReport:
     warm_up: Reading  # at the end of the warm-up steps
     steps: range
     peak_memory_nbytes: int
+    average_seconds: float | None = None  # to average all models once, at the end
 
 
 def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Record:
@@ -176,7 +177,11 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 if schedule is not None:
                     extra["schedule"] = _without_functions(schedule.state_dict())
                 session.worker.save(plan.checkpoint, extra)
-    report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if contender.strategy.averages and session.average is not None:
+            start_seconds = time.perf_counter()
+            session.average()
+            report.average_seconds = time.perf_counter() - start_seconds
     return report
 
 
@@ -275,6 +280,11 @@ def _add_costs(record: Record, reports: list[WorkerReport]) -> None:
     if all(nic is not None for nic in nics):
         record.nic_nbytes_per_step = _mean([float(nic or 0) for nic in nics]) / steps
     record.peak_memory_nbytes = max(worker.peak_memory_nbytes for worker in reports)
+    averages = [worker.average_seconds for worker in reports if worker.average_seconds is not None]
+    if averages:
+        # The others also wait for the last worker to arrive, which training did not.
+        record.average_seconds = min(averages)
+        record.average_nbytes = 2 * (record.workers - 1) / record.workers * 4 * record.parameters
 
 
 def _step_time(worker: WorkerReport, steady: int) -> StepTime:
@@ -294,10 +304,13 @@ def _add_evaluations(
     """Evaluates the saved copies, averaged over workers if the strategy says so, and adds the points to the record."""
     model = plan.task.build_model()
     state = model.state_dict()
+    parameters = {name for name, _ in model.named_parameters()}
     for i, (step, _) in enumerate(reports[0].losses):
         ranks = range(plan.workers if contender.strategy.averages else 1)
         copies = [read_copy(model, folder / f"{rank}-{step}") for rank in ranks]
-        for target, *values in zip(state.values(), *copies, strict=True):
+        differs = False
+        for name, target, *values in zip(state, state.values(), *copies, strict=True):
+            differs |= name in parameters and not all(torch.equal(value, values[0]) for value in values)
             mean = torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0]
             target.copy_(mean)
         nics = [worker.nic_nbytes[i] for worker in reports]
@@ -309,6 +322,7 @@ def _add_evaluations(
                 nic_nbytes=None if None in nics else _mean([float(nic or 0) for nic in nics]),
                 values=plan.task.evaluate(model),
                 method_metrics=reports[0].readings[i].metrics,
+                differs=differs,
             )
         )
 

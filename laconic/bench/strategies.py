@@ -41,12 +41,22 @@ class Reading:
 
 @dataclass
 class Session:
-    """One replica during training. The training loop calls `module` and steps `optimizer`."""
+    """One replica during training. The training loop calls `module` and steps `optimizer`.
+
+    Args:
+        module: The model, wrapped if the strategy wraps it.
+        optimizer: Its optimizer.
+        read: Reads what was measured so far.
+        worker: The worker, if the strategy is a method of laconic.
+        average: Averages the models of all workers once, as a user would at the end of the training; all ranks call it.
+            None: the cost of that is not measured.
+    """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     read: Callable[[], Reading]
     worker: Worker | None = None
+    average: Callable[[], None] | None = None
 
 
 class Strategy(Protocol):
@@ -84,7 +94,11 @@ class MethodStrategy:
                 payload = {channel: float(total.nbytes(channel)) for channel in sorted(channels)}
                 return Reading(payload, total.waited, total.method_seconds, worker.method.metrics())
 
-            yield Session(model, optimizer, read, worker)
+            def average() -> None:
+                with worker.consensus():
+                    pass
+
+            yield Session(model, optimizer, read, worker, average)
 
 
 @dataclass(frozen=True)

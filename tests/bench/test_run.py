@@ -152,6 +152,25 @@ def test_a_target_is_reached_when_the_next_evaluation_confirms_it() -> None:
     assert reached() is None
 
 
+def test_the_time_to_a_target_includes_one_average_where_the_models_differ() -> None:
+    plan = dataclasses.replace(PLAN, steps=8, evaluations=2, workers=2)
+    apart = run(parse_contender("none_averaged"), plan)
+    together = run(parse_contender("ddp"), plan)
+    sometimes = run(parse_contender("local_sgd+period=3"), dataclasses.replace(plan, evaluations=8))
+    assert [point.differs for point in apart.points] == [True, True]
+    assert [point.differs for point in together.points] == [False, False]
+    assert [point.differs for point in sometimes.points] == [True, True, False, True, True, False, True, True]
+    assert not any(point.differs for point in run(parse_contender("none"), plan).points)
+    for record in (apart, together, sometimes):
+        assert record.average_seconds > 0
+        assert record.average_nbytes == 4 * record.parameters
+        first, reached = record.points[0], record.reached(0.0)
+        assert reached is not None
+        extra = record.average_seconds if first.differs else 0.0
+        assert reached.seconds == first.seconds + extra
+        assert reached.payload_nbytes == first.payload_nbytes + (record.average_nbytes if first.differs else 0.0)
+
+
 def test_digits_with_few_training_images_hold_out_all_others() -> None:
     split = Digits(train_images=200).images()
     assert (len(split.train.labels), len(split.test.labels)) == (200, 1597)
@@ -242,7 +261,7 @@ def test_a_run_that_diverged_is_written_as_valid_json(tmp_path: Path) -> None:
 
 def test_an_unknown_schema_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"schema": 99}\n')
-    with pytest.raises(ValueError, match=r"line 1 is not a run .*schema from 1 to 3, not 99"):
+    with pytest.raises(ValueError, match=r"line 1 is not a run .*schema from 1 to 4, not 99"):
         RunsFile(tmp_path).read()
 
 
