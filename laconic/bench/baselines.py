@@ -30,6 +30,8 @@ class Baseline:
 
     is_baseline = True
     averages = True
+    apart = False
+    """Whether workers hold different models, to be averaged once at the end. Under DDP only rounding differs."""
 
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -41,7 +43,8 @@ class Baseline:
         d = sum(p.numel() for p in model.parameters() if p.requires_grad)
         ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
         session = self.wrap(model, optimizer, 4 * d * ring)
-        session.average = partial(average_models, model)
+        if self.apart:
+            session.average = partial(average_models, model)
         yield session
         dist.barrier()
 
@@ -154,6 +157,8 @@ class PostLocalSGD(Baseline):
         Lin et al. 2018, https://arxiv.org/abs/1808.07217
     """
 
+    apart = True
+
     period: int = 8
     start: int = 0
 
@@ -203,6 +208,8 @@ class DiLoCo(Baseline):
     References:
         Douillard et al. 2023, https://arxiv.org/abs/2311.08105
     """
+
+    apart = True
 
     period: int = 8
     outer_lr: float = 0.7
@@ -264,6 +271,7 @@ class NoCommunicationAveraged(NoCommunication):
     """
 
     averages = True
+    apart = True
 
 
 BASELINES: dict[str, type[Baseline]] = {

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 4
-# Schema 3 had neither `average_seconds`, `average_nbytes` nor `differs`, and its clock stopped for evaluations. Schema 2
-# had no `target` and no `worker_step_times` either. Schema 1 also used other names for some fields.
+# Schema 3 had no `average_seconds`, `average_nbytes` and `differs`, and its clock stopped for evaluations. Schema 2 had
+# no `target` and no `worker_step_times` either. Schema 1 also used other names for some fields.
 _RENAMED_FIELDS = {
     "way": "method",
     "is_peer": "is_baseline",

@@ -305,12 +305,13 @@ def _add_evaluations(
     model = plan.task.build_model()
     state = model.state_dict()
     parameters = {name for name, _ in model.named_parameters()}
+    has_cost = record.average_nbytes > 0
     for i, (step, _) in enumerate(reports[0].losses):
         ranks = range(plan.workers if contender.strategy.averages else 1)
         copies = [read_copy(model, folder / f"{rank}-{step}") for rank in ranks]
         differs = False
         for name, target, *values in zip(state, state.values(), *copies, strict=True):
-            differs |= name in parameters and not all(torch.equal(value, values[0]) for value in values)
+            differs |= has_cost and name in parameters and not all(torch.equal(value, values[0]) for value in values)
             mean = torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0]
             target.copy_(mean)
         nics = [worker.nic_nbytes[i] for worker in reports]
