@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Protocol
@@ -115,6 +116,7 @@ def spawn(
         raise ValueError(f"preload must be a list of names of modules, not {preload!r}")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
+    _start_fork_server()
     job = cloudpickle.dumps((fn, args))
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
@@ -153,6 +155,20 @@ def spawn(
             process.join()
         for pipe in pipes:
             pipe.close()
+
+
+def _start_fork_server() -> None:
+    """Starts the process from which workers are forked, unless it runs already.
+
+    It and all workers ignore Ctrl-C, which a terminal sends to every process: this process ends them. Each would print
+    a traceback otherwise.
+    """
+    resource_tracker.ensure_running()  # first of all: it unblocks SIGINT
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def open_store(address: str, port: int) -> TCPStore:

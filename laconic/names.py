@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,6 +29,14 @@ def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
         raise ValueError(f"the name of a {kind} must be a text, not {name!r}; there are: {', '.join(table)}")
     if name in table:
         return table[name]
-    near = difflib.get_close_matches(name, table, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"no {kind} is called {name!r}; {hint}there are: {', '.join(table)}")
+    raise ValueError(f"no {kind} is called {name!r}{suggestion(name, table) or ';'} there are: {', '.join(table)}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean …?" for a name with a typing error, or "" if no known name is similar.
+
+    >>> suggestion("gren", ["blue", "green"])
+    '; did you mean green?'
+    """
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_compare_writes_runs_and_a_report(
 ) -> None:
     out = tmp_path / "cmp"
     line = f"compare --methods ddp,none,local_sgd+period=2 --workers 2 --steps 4 --model mlp --out {out}"
-    assert call(monkeypatch, line + " --target-accuracy 0.9") == 0
+    assert call(monkeypatch, line + " --target accuracy=90") == 0
     records = RunsFile(out).read()
     assert [record.name for record in records] == ["none", "ddp", "local_sgd+period=2"]
     assert records[1].step_time is not None
@@ -101,7 +102,7 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("train local_sdg", "no method or baseline is called 'local_sdg'; did you mean local_sgd"),
         ("train local_sgd --task digit", "digits"),
         ("train local_sgd --period often", "local_sgd.period must be a whole number, not 'often'"),
-        ("train local_sgd --worker 4", "is called 'worker'; did you mean workers"),
+        ("train local_sgd --worker 4", "laconic train local_sgd has no option --worker; did you mean --workers"),
         ("train local_sgd --workers 0", "workers must be from 1 to 64, not 0"),
         ("train local_sgd --workers 1000", "workers must be from 1 to 64, not 1000"),
         ("train local_sgd --steps 0", "steps must be a whole number, at least 1, not 0"),
@@ -114,11 +115,33 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("train local_sgd --rho inf", "rho must be a finite number above 0, not inf"),
         ("train local_sgd --seed -1", "seed must be a whole number from 0 to 18446744073709551615, not -1"),
         (f"train local_sgd --period {10**20}", f"period must be a whole number from 1 to 2147483647, not {10**20}"),
-        ("compare --target-accuracy nan", "target_accuracy must be a finite number, not nan"),
+        ("compare --target accuracy=nan", "--target must be a finite number, not nan"),
+        ("compare --target acuracy=85", "the metric of this task is accuracy; did you mean accuracy?"),
+        ("compare --target accuracy=850", "must be above 0 and at most 100 %"),
+        ("compare --target high", "--target must be METRIC=NUMBER, such as accuracy=0.9, not 'high'"),
+        ("compare --task quadratic --target excess_loss=1%", "excess_loss is not measured in per cent"),
         ("compare --methods ddp,pdd", "no method or baseline is called 'pdd'"),
         ("compare --seeds 0", "seeds must be a whole number, at least 1, not 0"),
         ("data mnist", "mnist"),
         ("methods --loud yes", "laconic methods has no option --loud"),
+        ("comapre", "no command is called 'comapre'; did you mean compare?"),
+        ("train local_sgd --perod 4", "laconic train local_sgd has no option --perod; did you mean --period"),
+        ("train local_sgd --batch 4", "has no option --batch; did you mean --batch-size"),
+        (
+            "train local_sgd --moments averagd",
+            "local_sgd.moments must be local or averaged, not 'averagd'; did you mean averaged?",
+        ),
+        ("train local_sgd --compressor Unifrm(4)", "no compressor is called 'unifrm'; did you mean uniform"),
+        ("train local_sgd --period", "--period: expected one argument; see `laconic train local_sgd --help`"),
+        ("train --period 4 local_sgd", "'4' is no method: it comes first, as in laconic train local_sgd --period 4"),
+        ("train allreduce --period 4", "laconic train allreduce has no option --period"),
+        ("train local_sgd 4", "laconic train local_sgd does not expect '4': options are written --name value"),
+        ("compare --task nowhere:Mine", "the module nowhere cannot be imported"),
+        ("compare --task laconic.tasks:Digit", "no task in laconic.tasks is called 'Digit'; did you mean Digits"),
+        ("compare --task laconic.tasks:DatasetError", "DatasetError is not a subclass of laconic.tasks.Task"),
+        ("compare --methods ddp,ddp", "--methods has ddp twice"),
+        ("compare --resume --overwrite", "give either --resume or --overwrite, not both"),
+        ("data", "the following arguments are required: NAME; see `laconic data --help`"),
         ("store --port 65536", "--port must be from 0 (any free port) to 65535, not 65536"),
     ],
 )
@@ -151,3 +174,62 @@ def test_store_is_held_until_interrupted() -> None:
         assert other.get("key") == b"value"
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
+
+
+def test_own_task_by_module_and_class(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent / "examples")
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(Path.cwd()))])
+    monkeypatch.delitem(sys.modules, "own_task", raising=False)
+    base = f"compare --task own_task:Sine --methods none,local_sgd+compressor=Uniform(4) --workers 2 --out {tmp_path}"
+    assert call(monkeypatch, f"{base} --width 8 --lr 1e-2 --steps 20 --target loss=0.9") == 0
+    none, local_sgd = RunsFile(tmp_path).read()
+    assert (none.task, none.metric, none.target, none.parameters) == ("sine", "loss", 0.9, 25)
+    assert local_sgd.settings["compressor"] == "Uniform(bits=4, stochastic=False, block=2048, seed=0)"
+    assert "loss" in capsys.readouterr().out
+    assert call(monkeypatch, f"{base} --widht 8 --overwrite") == 2
+    assert "laconic compare has no option --widht; did you mean --width" in capsys.readouterr().err
+    assert call(monkeypatch, "compare --task own_task:Sinus") == 2
+    assert "no task in own_task is called 'Sinus'; did you mean Sine? there are: Sine" in capsys.readouterr().err
+
+
+def test_after_ctrl_c_train_names_the_command_that_resumes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("laconic.bench.run.run", interrupted)
+    line = f"train local_sgd --workers 2 --out {out} --overwrite"
+    assert call(monkeypatch, line) == 130
+    assert f"{out} has no checkpoint yet: --save-every STEPS saves them" in capsys.readouterr().err
+    (out / "checkpoint" / "step-4").mkdir(parents=True)
+    (out / "checkpoint" / "step-4" / "manifest.json").touch()
+    (out / "runs.jsonl").touch()
+    monkeypatch.setattr("laconic.bench.compare.prepare_folder", lambda *_: None)
+    assert call(monkeypatch, line) == 130
+    error = capsys.readouterr().err
+    assert error == f"laconic: interrupted; resume with: laconic train local_sgd --workers 2 --resume {out}\n"
+    assert call(monkeypatch, "train local_sgd --workers 2") == 130
+    assert "nothing was saved: --out FOLDER --save-every STEPS saves checkpoints" in capsys.readouterr().err
+
+
+def test_downloads_show_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fetch(name: str, progress: Callable[[str, int, int | None], None]) -> list[Path]:
+        progress("https://example.org/a.gz", 1_000_000, 4_000_000)
+        progress("https://example.org/a.gz", 2_000_000, 4_000_000)
+        progress("https://example.org/a.gz", 4_000_000, 4_000_000)
+        return [tmp_path / "a"]
+
+    monkeypatch.setattr("laconic.tasks.fetch", fetch)
+    assert call(monkeypatch, "data fashion") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "https://example.org/a.gz: 1 MB of 4 MB",
+        "https://example.org/a.gz: 4 MB of 4 MB",
+        str(tmp_path / "a"),
+    ]

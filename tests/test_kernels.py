@@ -145,7 +145,7 @@ import sys, warnings
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"numba", "llvmlite", "tyro", "rich", "sklearn", "pyroute2", "sacrebleu", "PIL"}:
+        if name.split(".")[0] in {"numba", "llvmlite", "rich", "sklearn", "pyroute2", "sacrebleu", "PIL"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())

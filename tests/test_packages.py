@@ -29,7 +29,7 @@ def requirements(extra: str | None) -> set[str]:
 def test_the_library_needs_only_torch_numpy_and_two_small_packages():
     assert requirements(None) == {"torch", "numpy", "cloudpickle", "typing-extensions"}
     assert requirements("fast") == {"numba"}
-    assert requirements("cli") == {"tyro", "rich"}
+    assert requirements("cli") == {"rich"}
     assert requirements("emulate") == {"pyroute2"}
     assert requirements("tasks") == {"scikit-learn", "sacrebleu", "pillow"}
     assert requirements("bench") == {"laconic[cli,emulate,fast,tasks]"}
@@ -66,7 +66,7 @@ sys.meta_path.insert(0, Blocker())
     return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("missing", ["tyro", "rich"])
+@pytest.mark.parametrize("missing", ["rich"])
 def test_the_command_names_the_extra_that_it_needs(missing):
     done = run_without(missing, "from laconic.__main__ import main; main()")
     assert done.returncode == 1

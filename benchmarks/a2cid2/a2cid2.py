@@ -13,7 +13,7 @@ FIGURE is one of
     all          everything; with --steps 6 --seeds 1 at a tiny scale
 
 For time to accuracy use `laconic compare --methods a2cid2,ddp,powersgd --task fashion --workers 4
---link 100mbit --target-accuracy 0.85 --seeds 3 --out runs/a2cid2`.
+--link 100mbit --target accuracy=85 --seeds 3 --out runs/a2cid2`.
 """
 
 from __future__ import annotations

@@ -16,13 +16,22 @@ from laconic.rules import check_number
 
 
 class ProgressDisplay(Protocol):
-    """Shows the progress of a run. Entered before the run; yields the file to which rank 0 writes its progress."""
+    """Shows the progress of runs."""
 
-    def __call__(self, contender: Contender, plan: Plan) -> AbstractContextManager[Path | None]: ...
+    def __call__(self, contender: Contender, plan: Plan) -> AbstractContextManager[Path | None]:
+        """Shows a run during a `with` block, and yields the file to which rank 0 writes its progress."""
+
+    def show_result(self, record: Record) -> None:
+        """Shows the result of a run that has ended, or that an earlier comparison has made."""
 
 
 def compare(
-    contenders: Sequence[Contender], plan: Plan, seeds: int, directory: Path, display: ProgressDisplay
+    contenders: Sequence[Contender],
+    plan: Plan,
+    seeds: int,
+    directory: Path,
+    display: ProgressDisplay,
+    finished: Sequence[Record] = (),
 ) -> list[Record]:
     """Runs every contender with every seed.
 
@@ -34,20 +43,28 @@ def compare(
         seeds: The number of seeds.
         directory: The folder of `runs.jsonl`.
         display: Shows the progress.
+        finished: Runs of an earlier, interrupted comparison, which are not made again.
 
     Returns:
-        One record per run.
+        One record per run, the finished ones included.
     """
     file = RunsFile(directory)
-    records: list[Record] = []
+    known = {(record.name, record.seed): record for record in finished}
+    planned = [(contender.label, plan.seed + seed) for seed in range(seeds) for contender in contenders]
+    records = [record for key, record in known.items() if key not in planned]
     for seed in range(seeds):
         for contender in contenders:
             seeded = dataclasses.replace(plan, seed=plan.seed + seed)
+            if (contender.label, seeded.seed) in known:
+                records.append(known[contender.label, seeded.seed])
+                display.show_result(records[-1])
+                continue
             with display(contender, seeded) as progress:
                 record = run(contender, seeded, progress)
             _infer_baseline_waiting(record, records)
             file.append(record)
             records.append(record)
+            display.show_result(record)
     return records
 
 

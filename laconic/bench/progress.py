@@ -13,9 +13,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from laconic.bench.record import Record
 from laconic.bench.run import Plan
 from laconic.bench.strategies import Contender
-from laconic.bench.units import nbytes_text
+from laconic.bench.units import labelled_metric_text, metric_text, nbytes_text, seconds_text
 
 REFRESH_SECONDS = 0.25
 LINE_SECONDS = 10.0  # between two plain lines, where there is no terminal
@@ -39,7 +40,7 @@ class Display:
             seen = np.memmap(file.name, dtype=np.float64, mode="r")
             ended = threading.Event()
             show = self._live if self._console.is_terminal else self._plain
-            name = f"{contender.label} (seed {plan.seed})" if plan.seed else contender.label
+            name = run_name(contender.label, plan.seed)
             thread = threading.Thread(target=show, args=(name, plan.steps, seen, ended), daemon=True)
             thread.start()
             try:
@@ -47,6 +48,10 @@ class Display:
             finally:
                 ended.set()
                 thread.join()
+
+    def show_result(self, record: Record) -> None:
+        """Prints the result of a run that has ended."""
+        self._line(run_name(record.name, record.seed), result_text(record))
 
     def _live(self, name: str, steps: int, seen: np.ndarray, ended: threading.Event) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
@@ -57,7 +62,7 @@ class Display:
         self._line(name, text)
 
     def _plain(self, name: str, steps: int, seen: np.ndarray, ended: threading.Event) -> None:
-        self._line(name, f"{steps} steps")
+        self._line(name, f"{steps} steps, starting")
         last = time.monotonic()
         for text in watch(seen, ended):
             if time.monotonic() - last > LINE_SECONDS:
@@ -67,6 +72,24 @@ class Display:
 
     def _line(self, name: str, text: str) -> None:
         self._console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
+
+
+def run_name(label: str, seed: int) -> str:
+    """Returns the name of a run in progress displays; the seed is shown if it is not 0."""
+    return f"{label} (seed {seed})" if seed else label
+
+
+def result_text(record: Record) -> str:
+    """Returns the result of a run in one line."""
+    final = record.final()
+    if record.status != "ok" or final is None:
+        return f"failed: {record.reason.strip().splitlines()[-1]}"
+    text = f"{labelled_metric_text(record.metric, final)} after {seconds_text(record.seconds)}"
+    if record.target is None:
+        return text
+    reached = record.reached(record.target)
+    goal = metric_text(record.metric, record.target)
+    return f"{text}; {f'{goal} in {seconds_text(reached.seconds)}' if reached else f'{goal} not reached'}"
 
 
 def watch(seen: np.ndarray, ended: threading.Event) -> Iterator[str]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 3
-# Schema 2 had neither `target` nor `worker_step_times`. Schema 1 also used other names for some fields.
+SCHEMA = 4
+# Schema 3 had no `average_seconds`, `average_nbytes` and `differs`, and its clock stopped for evaluations. Schema 2 had
+# no `target` and no `worker_step_times` either. Schema 1 also used other names for some fields.
 _RENAMED_FIELDS = {
     "way": "method",
     "is_peer": "is_baseline",
@@ -30,11 +31,13 @@ class Point:
 
     Args:
         step: The number of steps made.
-        seconds: Training time until then, evaluation not included.
+        seconds: Training time until then. The models are evaluated after training, which is not included.
         payload_nbytes: Bytes sent by one worker, mean over workers.
         nic_nbytes: The same as counted by the (emulated) network interface, headers included; None on loopback.
         values: Loss and metric of the evaluated model on held-out data.
         method_metrics: The method's own metrics, such as its current period.
+        differs: Whether the workers' parameters differed, so that the evaluated model, their mean, exists only once
+            they are averaged.
     """
 
     step: int
@@ -43,6 +46,7 @@ class Point:
     nic_nbytes: float | None
     values: dict[str, float]
     method_metrics: dict[str, float] = field(default_factory=dict)
+    differs: bool = False
 
 
 @dataclass
@@ -109,6 +113,8 @@ class Record:
     worker_step_times: list[StepTime] = field(default_factory=list)  # by rank
     payload_nbytes_per_step: dict[str, float] = field(default_factory=dict)  # by channel, mean over workers
     nic_nbytes_per_step: float | None = None
+    average_seconds: float = 0.0  # to average the parameters of all workers once, measured at the end
+    average_nbytes: float = 0.0  # that one worker sends for it
     peak_memory_nbytes: int = 0  # of the worker with the highest peak
     points: list[Point] = field(default_factory=list)
     train_loss: list[tuple[int, float]] = field(default_factory=list)
@@ -118,13 +124,28 @@ class Record:
         """Returns the metric at the last evaluation, or None if there was none."""
         return self.points[-1].values[self.metric] if self.points else None
 
-    def first_at(self, target: float) -> Point | None:
-        """Returns the first evaluation that is at least as good as the target, or None."""
-        for point in self.points:
-            value = point.values[self.metric]
-            if value >= target if self.higher_is_better else value <= target:
+    def reached(self, target: float) -> Point | None:
+        """Returns the first evaluation at the target that the next one confirms, or None.
+
+        One evaluation above the target may be noise. The last evaluation of a run needs no confirmation. If the
+        workers' parameters differed, the seconds and bytes of averaging them once are added: without that, no worker
+        has the model that was evaluated.
+        """
+        at_target = [self._is_at(point.values[self.metric], target) for point in self.points]
+        for i, point in enumerate(self.points):
+            if not (at_target[i] and all(at_target[i : i + 2])):
+                continue
+            if not point.differs:
                 return point
+            return dataclasses.replace(
+                point,
+                seconds=point.seconds + self.average_seconds,
+                payload_nbytes=point.payload_nbytes + self.average_nbytes,
+            )
         return None
+
+    def _is_at(self, value: float, target: float) -> bool:
+        return value >= target if self.higher_is_better else value <= target
 
 
 class RunsFile:
@@ -139,7 +160,7 @@ class RunsFile:
         Raises:
             OSError: The line could not be written, for example because the disk is full. Earlier lines are unchanged.
         """
-        line = (json.dumps(_to_json(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
+        line = (json.dumps(to_json(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
         # Unbuffered: closing a buffered file would write again what a full disk rejected.
         with open(self.path, "ab", buffering=0) as file:
             end = file.tell()
@@ -168,13 +189,13 @@ class RunsFile:
         return records
 
 
-def _to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by strings that `float` accepts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _to_json(entry) for key, entry in value.items()}
-    return [_to_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {key: to_json(entry) for key, entry in value.items()}
+    return [to_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def parse_record(line: str) -> Record:

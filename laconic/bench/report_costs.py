@@ -128,7 +128,10 @@ def link_use(c: Comparison) -> Figure | None:
     counted = "Counted by the network interface" if by_nic else "Payload"
     note = f"{counted}, mean over workers; each marker ends the interval between two evaluations that it averages."
     if rate is not None and max(row["value"] for row in rows) > 1.02 * rate:
-        note += " The clock stops for evaluations, but background traffic goes on: hence values above the link’s rate."
+        note += (
+            " In runs of earlier versions the clock stopped for evaluations, but background traffic went on: hence "
+            "values above the link’s rate."
+        )
     columns = {"method": "method", "step": "step", "x": "seconds", "value": "bits_per_second"}
     columns |= {"low": "bits_per_second_lowest_seed", "high": "bits_per_second_highest_seed"}
     return Figure("link-use", "Use of the link over time", note, spec, columns)

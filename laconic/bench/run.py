@@ -1,7 +1,8 @@
 """Runs one real training: one process per worker, with the same loop for every method and baseline.
 
-At chosen steps each worker saves a copy of its model while the clock is stopped. The copies of all workers are averaged
-and evaluated only after training, so evaluation neither delays a worker nor sends a byte.
+At chosen steps each worker writes a copy of its model to a file. The copies of all workers are averaged and evaluated
+only after training, so evaluation neither delays a worker nor sends a byte. The clock never stops: if it stood still
+while copies (and checkpoints) are written, methods that send in the background would send for free meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import laconic
 from laconic import kernels
@@ -101,6 +102,7 @@ class WorkerReport:
     warm_up: Reading  # at the end of the warm-up steps
     steps: range
     peak_memory_nbytes: int
+    average_seconds: float | None = None  # to average all models once, at the end
 
 
 def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Record:
@@ -113,7 +115,7 @@ def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Recor
         plan: All other settings.
         progress: The file to which rank 0 writes its progress, or None.
     """
-    record = _new_record(contender, plan)
+    record = new_record(contender, plan)
     with tempfile.TemporaryDirectory(prefix="laconic-") as folder:
         try:
             with hosts_behind(plan.link, plan.workers) as hosts:
@@ -156,10 +158,10 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
         report.steps = range(start, plan.steps)
         evaluated = evaluated_steps(start, plan.steps, plan.evaluations)
         nic_start = _nic_nbytes(interface)
-        clock, paused = time.perf_counter(), 0.0
+        clock = time.perf_counter()
         for step in report.steps:
             if step == start + WARM_UP_STEPS:
-                report.warm_up_seconds, report.warm_up = time.perf_counter() - clock - paused, session.read()
+                report.warm_up_seconds, report.warm_up = time.perf_counter() - clock, session.read()
             loss = plan.task.backward(session.module, shard, step)
             session.optimizer.step()
             session.optimizer.zero_grad()
@@ -167,24 +169,24 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 schedule.step()
             done = step + 1
             if done in evaluated:
-                now = time.perf_counter()
-                report.seconds.append(now - clock - paused)
+                report.seconds.append(time.perf_counter() - clock)
                 report.readings.append(session.read())
                 nic = _nic_nbytes(interface)
                 report.nic_nbytes.append(None if nic is None or nic_start is None else nic - nic_start)
                 report.losses.append((done, loss.item()))
-                torch.save(list(model.state_dict().values()), folder / f"{rank}-{done}.pt")
-                paused += time.perf_counter() - now
+                write_copy(model, folder / f"{rank}-{done}")
             if display is not None:
                 display[:] = (done, loss.item(), sum(session.read().payload_nbytes.values()), plan.steps)
             if plan.checkpoint and session.worker and (done == plan.steps or _is_due(done, plan.save_every)):
-                now = time.perf_counter()
                 extra = {"plan": plan.identity()}
                 if schedule is not None:
                     extra["schedule"] = _without_functions(schedule.state_dict())
                 session.worker.save(plan.checkpoint, extra)
-                paused += time.perf_counter() - now
-    report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if contender.strategy.averages and session.average is not None:
+            start_seconds = time.perf_counter()
+            session.average()
+            report.average_seconds = time.perf_counter() - start_seconds
     return report
 
 
@@ -222,6 +224,22 @@ def evaluated_steps(start: int, steps: int, evaluations: int) -> list[int]:
     return sorted({start + round((steps - start) * (i + 1) / number) for i in range(number)})
 
 
+def write_copy(model: nn.Module, path: Path) -> None:
+    """Writes the model's state as plain bytes: a few milliseconds for a million parameters, which are on the clock."""
+    with path.open("wb") as file:
+        for value in model.state_dict().values():
+            file.write(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def read_copy(model: nn.Module, path: Path) -> list[Tensor]:
+    """Returns the tensors that `write_copy` wrote for a model with the same state."""
+    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    state = model.state_dict().values()
+    sizes = [value.numel() * value.element_size() for value in state]
+    parts = data.split(sizes)  # type: ignore[no-untyped-call]
+    return [part.clone().view(value.dtype).view(value.shape) for part, value in zip(parts, state, strict=True)]
+
+
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
@@ -242,7 +260,7 @@ def _nic_nbytes(interface: str) -> int | None:
     return None
 
 
-def _new_record(contender: Contender, plan: Plan) -> Record:
+def new_record(contender: Contender, plan: Plan) -> Record:
     """Returns a record with the settings of the run and no measurements."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
@@ -290,6 +308,11 @@ def _add_costs(record: Record, reports: list[WorkerReport]) -> None:
     if all(nic is not None for nic in nics):
         record.nic_nbytes_per_step = _mean([float(nic or 0) for nic in nics]) / steps
     record.peak_memory_nbytes = max(worker.peak_memory_nbytes for worker in reports)
+    averages = [worker.average_seconds for worker in reports if worker.average_seconds is not None]
+    if averages:
+        # The others also wait for the last worker to arrive, which training did not.
+        record.average_seconds = min(averages)
+        record.average_nbytes = 2 * (record.workers - 1) / record.workers * 4 * record.parameters
 
 
 def _step_time(worker: WorkerReport, steady: int) -> StepTime:
@@ -309,12 +332,14 @@ def _add_evaluations(
     """Evaluates the saved copies, averaged over workers if the strategy says so, and adds the points to the record."""
     model = plan.task.build_model()
     state = model.state_dict()
+    parameters = {name for name, _ in model.named_parameters()}
+    has_cost = record.average_nbytes > 0
     for i, (step, _) in enumerate(reports[0].losses):
-        copies: list[list[Tensor]] = [
-            torch.load(folder / f"{rank}-{step}.pt", weights_only=True)
-            for rank in range(plan.workers if contender.strategy.averages else 1)
-        ]
-        for target, *values in zip(state.values(), *copies, strict=True):
+        ranks = range(plan.workers if contender.strategy.averages else 1)
+        copies = [read_copy(model, folder / f"{rank}-{step}") for rank in ranks]
+        differs = False
+        for name, target, *values in zip(state, state.values(), *copies, strict=True):
+            differs |= has_cost and name in parameters and not all(torch.equal(value, values[0]) for value in values)
             mean = torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0]
             target.copy_(mean)
         nics = [worker.nic_nbytes[i] for worker in reports]
@@ -326,6 +351,7 @@ def _add_evaluations(
                 nic_nbytes=None if None in nics else _mean([float(nic or 0) for nic in nics]),
                 values=plan.task.evaluate(model),
                 method_metrics=reports[0].readings[i].metrics,
+                differs=differs,
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from laconic import methods
+from laconic.bench.values import parse_value
 from laconic.method import Method
 from laconic.names import look_up
 from laconic.worker import Worker
@@ -39,12 +41,22 @@ class Reading:
 
 @dataclass
 class Session:
-    """One replica during training. The training loop calls `module` and steps `optimizer`."""
+    """One replica during training. The training loop calls `module` and steps `optimizer`.
+
+    Args:
+        module: The model, wrapped if the strategy wraps it.
+        optimizer: Its optimizer.
+        read: Reads what was measured so far.
+        worker: The worker, if the strategy is a method of laconic.
+        average: Averages the models of all workers once, as a user would at the end of the training; all ranks call it.
+            None: the cost of that is not measured.
+    """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     read: Callable[[], Reading]
     worker: Worker | None = None
+    average: Callable[[], None] | None = None
 
 
 class Strategy(Protocol):
@@ -82,7 +94,11 @@ class MethodStrategy:
                 payload = {channel: float(total.nbytes(channel)) for channel in sorted(channels)}
                 return Reading(payload, total.waited, total.method_seconds, worker.method.metrics())
 
-            yield Session(model, optimizer, read, worker)
+            def average() -> None:
+                with worker.consensus():
+                    pass
+
+            yield Session(model, optimizer, read, worker, average)
 
 
 @dataclass(frozen=True)
@@ -114,15 +130,30 @@ def setting_types(name: str) -> dict[str, Any]:
         >>> setting_types("powersgd")
         {'rank': <class 'int'>, 'start': <class 'int'>}
     """
-    kind = _find_class(name.split("+")[0])
+    kind = find_strategy(name.split("+")[0])
     hints = typing.get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
 
 
-def _find_class(name: str) -> type[Any]:
+def find_strategy(name: str) -> type[Any]:
+    """Returns the class of the method or baseline called `name`.
+
+    Raises:
+        ValueError: There is none; the message lists similar names.
+    """
     from laconic.bench.baselines import BASELINES
 
     return look_up("method or baseline", name, {**methods.METHODS, **BASELINES})
+
+
+def split_contenders(text: str) -> list[str]:
+    """Splits a list of contenders at its commas, except those between parentheses.
+
+    Example:
+        >>> split_contenders("ddp, local_sgd+compressor=Uniform(4, stochastic=True)")
+        ['ddp', 'local_sgd+compressor=Uniform(4, stochastic=True)']
+    """
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
 
 
 def parse_contender(text: str, settings: dict[str, str] | None = None) -> Contender:
@@ -154,63 +185,9 @@ def parse_contender(text: str, settings: dict[str, str] | None = None) -> Conten
         key: parse_value(f"{name}.{key}", value, look_up(f"setting of {name}", key, hints))
         for key, value in given.items()
     }
-    built = _find_class(name)(**values)
+    built = find_strategy(name)(**values)
     if isinstance(built, Method) and not all(map(built.trains, range(MAX_WORKERS))):
         raise ValueError(f"{text}: laconic train and compare have no dedicated server, every worker must train")
     # The label identifies the run everywhere, so it must distinguish two settings of one method.
     label = "+".join([name, *(f"{key}={value}" for key, value in given.items())])
     return Contender(label, name, built if name in BASELINES else MethodStrategy(built))
-
-
-def parse_value(name: str, text: str, hint: Any) -> Any:
-    """Converts text from the command line to a value of the type `hint`.
-
-    Args:
-        name: The name of the setting, for error messages.
-        text: A number, `true` or `false`, `none`, a word, a compressor such as `uniform:4`, or, for a tuple, several
-            values separated by commas.
-        hint: The type of the dataclass field.
-
-    Raises:
-        ValueError: `text` is no value of this type.
-
-    Example:
-        >>> parse_value("period", "4", int), parse_value("clip", "none", float | None)
-        (4, None)
-        >>> parse_value("betas", "0.9,0.95", tuple[float, float])
-        (0.9, 0.95)
-    """
-    if typing.get_origin(hint) is tuple:
-        kinds, words = typing.get_args(hint), text.split(",")
-        if len(kinds) != len(words):
-            raise ValueError(f"{name} must be {len(kinds)} values separated by commas, not {text!r}")
-        return tuple(parse_value(name, word, kind) for word, kind in zip(words, kinds, strict=True))
-    options = typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal else ()
-    kinds = options or (hint,)
-    if text == "none" and type(None) in kinds:
-        return None
-    if bool in kinds and text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    literals = [value for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)]
-    choices = {str(value): value for value in literals}
-    if any(_is_compressor(kind) for kind in kinds) and text not in choices:
-        from laconic.compress import parse
-
-        return parse(text)
-    if str in kinds or choices:
-        return choices.get(text, text)
-    raise ValueError(f"{name} must be {_describe_type(hint)}, not {text!r}")
-
-
-def _is_compressor(kind: Any) -> bool:
-    return getattr(kind, "__name__", "") == "Compressor"
-
-
-def _describe_type(hint: Any) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint).replace("typing.", ""))

@@ -112,8 +112,8 @@ class Summary:
         return max((record.peak_memory_nbytes for record in self.runs), default=0) or None
 
     def to_target(self, target: float) -> ToTarget | None:
-        """Returns the cost of the first evaluation at the target, or None if no seed reaches it."""
-        points = [point for record in self.runs if (point := record.first_at(target))]
+        """Returns the cost of reaching the target (see `Record.reached`), or None if no seed reaches it."""
+        points = [point for record in self.runs if (point := record.reached(target))]
         if not points:
             return None
         return ToTarget(

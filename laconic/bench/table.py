@@ -29,7 +29,9 @@ def table(records: Sequence[Record], target: float | None) -> Table:
     if target is not None and reached_without_communication(summaries, target) is not None:
         ddp = None
     words = headline(summaries, target)
-    result = Table(title=_title(records), caption=" ".join([words.sentence, *words.details]), caption_justify="left")
+    result = Table(
+        title=title_text(records), caption=" ".join([words.sentence, *words.details]), caption_justify="left"
+    )
     result.add_column("method", no_wrap=True)
     headers = ["ms/step", "compute", "waiting", "overhead", "payload/step", "NIC bytes/step", metric]
     if target is not None:
@@ -41,7 +43,12 @@ def table(records: Sequence[Record], target: float | None) -> Table:
     for summary in summaries:
         if summary.step_time is None:
             continue
-        cells = [*_milliseconds(summary), _payload(summary), nbytes_text(summary.nic_nbytes_per_step), _final(summary)]
+        cells = [
+            *_milliseconds(summary),
+            _payload(summary),
+            nbytes_text(summary.nic_nbytes_per_step),
+            final_text(summary),
+        ]
         if target is not None:
             cells.insert(0, _time_to(summary, target))
         if ddp is not None:
@@ -52,7 +59,8 @@ def table(records: Sequence[Record], target: float | None) -> Table:
     return result
 
 
-def _title(records: Sequence[Record]) -> str:
+def title_text(records: Sequence[Record]) -> str:
+    """Returns the conditions of a comparison in one line."""
     first = records[0]
     link = link_text(first.link) + ("" if first.link == "none" else " links")
     seeds = len({record.seed for record in records})
@@ -76,7 +84,8 @@ def _payload(summary: Summary) -> str:
     return " + ".join(f"{nbytes_text(value)} {channel[:4]}." for channel, value in by_channel.items())
 
 
-def _final(summary: Summary) -> str:
+def final_text(summary: Summary) -> str:
+    """Returns the final metric: mean and standard deviation over seeds."""
     final, metric = summary.final, summary.runs[0].metric
     if final is None:
         return ABSENT

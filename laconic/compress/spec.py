@@ -1,5 +1,6 @@
-"""Compressors as short texts, for the command line: `log:3`, `uniform:8:stochastic`, `log:4:block=1024`."""
+"""Compressors as texts, for the command line: `Uniform(8, stochastic=True)`, or short, `uniform:8:stochastic`."""
 
+import re
 from dataclasses import Field
 from typing import Any
 
@@ -19,9 +20,9 @@ def parse(text: str) -> Compressor:
     """Returns the compressor that `text` describes; `str(compressor)` is the inverse.
 
     Args:
-        text: the compressor's name in lower case, then its settings, separated by colons. A setting is written as
-            `name=value`, or as its value alone if the settings before it are written too. A flag that is set is
-            written as its name.
+        text: a call as in Python, such as `Uniform(4)` or `Sign()`; or the compressor's name in lower case, then its
+            settings, separated by colons. A setting is written as `name=value`, or as its value alone if the settings
+            before it are written too. In the short form, a flag that is set is written as its name.
 
     Returns:
         The compressor.
@@ -35,11 +36,17 @@ def parse(text: str) -> Compressor:
         Uniform(bits=8, stochastic=True, block=2048, seed=0)
         >>> parse("log:4:block=1024")
         Log(bits=4, block=1024)
+        >>> parse("Log(4, block=1024)") == parse("log:4:block=1024")
+        True
         >>> str(parse("log:4:block=1024"))
         'log:4:block=1024'
     """
     check_text("a compressor", text, "log:3")
-    name, *arguments = text.strip().split(":")
+    call = re.fullmatch(r"([A-Za-z]\w*)(?:\((.*)\))?", text.strip())
+    if call is None:
+        name, *arguments = text.strip().split(":")
+    else:
+        name, arguments = call[1].lower(), [part.strip() for part in (call[2] or "").split(",") if part.strip()]
     cls = look_up("compressor", name, NAMES)
     settings = {field.name: field for field in settings_of(cls)}
     values: dict[str, Any] = {}

@@ -42,7 +42,8 @@ class Task(ABC):
         weight_decay: As the optimizer defines it.
         schedule: "cosine" (with linear warm-up) or "constant".
         steps: The default length of a training run.
-        partition: How samples are divided among workers, see `parse_partition`.
+        partition: How samples are divided among workers: "iid", "contiguous", "classes:2" (classes per worker) or
+            "dirichlet:0.3", see `parse_partition`.
 
     Example:
         >>> from laconic.tasks import Quadratic

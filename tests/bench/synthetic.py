@@ -79,7 +79,7 @@ def run(shape: Shape, seed: int, steps: int = STEPS) -> Record:
         steps=steps,
         seed=seed,
         command="laconic compare --methods local_sgd+period=8,adpsgd,efficient_adam+bits=4,divisible+ratio=1024 "
-        "--task fashion --workers 4 --link 100mbit --seeds 3 --target-accuracy 0.85 --out runs/fashion",
+        "--task fashion --workers 4 --link 100mbit --seeds 3 --target accuracy=85 --out runs/fashion",
         date="2026-11-15",
         versions={"laconic": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
         machine="2 cores AMD EPYC, 24 GiB, no GPU",

@@ -121,7 +121,7 @@ def test_the_use_of_the_link_is_bytes_over_seconds() -> None:
     assert "background traffic" not in figure.note
     for point in record.points:
         point.nic_nbytes = point.nic_nbytes and 10 * point.nic_nbytes
-    assert "background traffic goes on" in figures([record])["link-use"].note
+    assert "background traffic went on" in figures([record])["link-use"].note
     record.link = "none"
     assert "full rate of the link" not in json.dumps(figures([record])["link-use"].spec)
 

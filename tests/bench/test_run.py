@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import resource
 import signal
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,12 +19,13 @@ import torch
 import laconic
 from laconic.bench.compare import _infer_baseline_waiting, compare, prepare_folder
 from laconic.bench.record import Point, Record, RunsFile, StepTime
-from laconic.bench.run import Plan, evaluated_steps, run
+from laconic.bench.run import Plan, evaluated_steps, read_copy, run, write_copy
 from laconic.bench.strategies import Contender, parse_contender, strategy_names
 from laconic.bench.table import table
 from laconic.compress import Sign
 from laconic.emulate import EmulationError, Network, parse_links
 from laconic.tasks import Digits
+from tests.bench import synthetic
 
 PLAN = Plan(Digits(model="mlp"), workers=2, steps=12, evaluations=3, command="laconic compare")
 
@@ -95,6 +98,88 @@ def test_the_nic_of_an_emulated_host_counts_what_the_meter_counts() -> None:
     assert record.nic_nbytes_per_step == pytest.approx(record.payload_nbytes_per_step["foreground"], rel=0.05)
 
 
+class SlowToCopy(Digits):
+    """A task whose models take a known time to copy."""
+
+    copy_seconds = 0.1
+
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        model.register_state_dict_post_hook(lambda *_: time.sleep(self.copy_seconds))
+        return model
+
+
+def test_the_clock_does_not_stop_while_copies_for_evaluations_are_written() -> None:
+    """Otherwise methods that send in the background could send during evaluations for free."""
+    plan = dataclasses.replace(PLAN, task=SlowToCopy(model="mlp"), steps=6, evaluations=6)
+    record = run(parse_contender("none"), plan)
+    assert record.status == "ok", record.reason
+    intervals = [after.seconds - before.seconds for before, after in itertools.pairwise(record.points)]
+    assert min(intervals) >= SlowToCopy.copy_seconds
+
+
+def test_copies_of_models_are_exact(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1).bfloat16())
+    write_copy(model, tmp_path / "copy")
+    for value, copy in zip(model.state_dict().values(), read_copy(model, tmp_path / "copy"), strict=True):
+        assert (copy.dtype, copy.shape) == (value.dtype, value.shape)
+        assert torch.equal(copy, value)
+
+
+def test_diloco_with_a_plain_outer_step_is_local_sgd() -> None:
+    """With an outer learning rate of 1 and no momentum, the outer step gives the mean of the workers' parameters."""
+    plan = dataclasses.replace(PLAN, steps=10, evaluations=5)
+    plain = run(parse_contender("diloco+period=4+outer_lr=1+outer_momentum=0"), plan)
+    ours = run(parse_contender("local_sgd+period=4"), plan)
+    for one, other in zip(plain.points, ours.points, strict=True):
+        assert one.values["loss"] == pytest.approx(other.values["loss"], rel=1e-3)
+    assert plain.points[-1].payload_nbytes == 2 * 4 * plain.parameters
+    momentum = run(parse_contender("diloco+period=4"), plan)
+    assert momentum.points[-1].values["loss"] != pytest.approx(ours.points[-1].values["loss"], rel=1e-2)
+
+
+def test_a_target_is_reached_when_the_next_evaluation_confirms_it() -> None:
+    record = synthetic.run(synthetic.SHAPES[0], seed=0)
+
+    def reached(*values: float) -> int | None:
+        points = [Point(i, float(i), 0.0, None, {"accuracy": value}) for i, value in enumerate(values)]
+        point = dataclasses.replace(record, points=points).reached(0.9)
+        return None if point is None else point.step
+
+    assert reached(0.8, 0.91, 0.89, 0.92, 0.93, 0.89) == 3, "one evaluation above the target is noise"
+    assert reached(0.8, 0.91, 0.89) is None
+    assert reached(0.8, 0.89, 0.91) == 2, "nothing follows the last evaluation"
+    assert reached() is None
+
+
+def test_the_time_to_a_target_includes_one_average_where_the_models_differ() -> None:
+    plan = dataclasses.replace(PLAN, steps=8, evaluations=2, workers=2)
+    apart = run(parse_contender("none_averaged"), plan)
+    together = run(parse_contender("ddp"), plan)
+    sometimes = run(parse_contender("local_sgd+period=3"), dataclasses.replace(plan, evaluations=8))
+    assert [point.differs for point in apart.points] == [True, True]
+    assert [point.differs for point in together.points] == [False, False]
+    assert [point.differs for point in sometimes.points] == [True, True, False, True, True, False, True, True]
+    assert not any(point.differs for point in run(parse_contender("none"), plan).points)
+    assert (together.average_seconds, together.average_nbytes) == (0.0, 0.0)
+    for record in (apart, sometimes):
+        assert record.average_seconds > 0
+        assert record.average_nbytes == 4 * record.parameters
+        first, reached = record.points[0], record.reached(0.0)
+        assert reached is not None
+        extra = record.average_seconds if first.differs else 0.0
+        assert reached.seconds == first.seconds + extra
+        assert reached.payload_nbytes == first.payload_nbytes + (record.average_nbytes if first.differs else 0.0)
+
+
+def test_digits_with_few_training_images_hold_out_all_others() -> None:
+    split = Digits(train_images=200).images()
+    assert (len(split.train.labels), len(split.test.labels)) == (200, 1597)
+    assert set(split.train.labels) == set(range(10))
+    with pytest.raises(ValueError, match="train_images must be a whole number from 1 to 1796, not 1797"):
+        Digits(train_images=1797)
+
+
 class Killed:
     """A strategy whose second worker is killed."""
 
@@ -109,14 +194,18 @@ class Killed:
         return parse_contender("ddp").strategy.join(model, optimizer)  # type: ignore[arg-type]
 
 
-def no_display(contender: Contender, plan: Plan) -> AbstractContextManager[None]:
-    return nullcontext()
+class NoDisplay:
+    def __call__(self, contender: Contender, plan: Plan) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def show_result(self, record: Record) -> None:
+        pass
 
 
 def test_a_worker_that_dies_fails_its_run_and_the_others_go_on(tmp_path: Path) -> None:
     killed = Contender("killed", "killed", Killed())  # type: ignore[arg-type]
     contenders = [parse_contender("none"), killed, parse_contender("local_sgd+period=2")]
-    records = compare(contenders, PLAN, 2, tmp_path, no_display)
+    records = compare(contenders, PLAN, 2, tmp_path, NoDisplay())
     assert [(r.name, r.seed, r.status) for r in records] == [
         (name, seed, "failed" if name == "killed" else "ok")
         for seed in (0, 1)
@@ -173,7 +262,7 @@ def test_a_run_that_diverged_is_written_as_valid_json(tmp_path: Path) -> None:
 
 def test_an_unknown_schema_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"schema": 99}\n')
-    with pytest.raises(ValueError, match=r"line 1 is not a run .*schema from 1 to 3, not 99"):
+    with pytest.raises(ValueError, match=r"line 1 is not a run .*schema from 1 to 4, not 99"):
         RunsFile(tmp_path).read()
 
 
