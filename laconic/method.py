@@ -52,8 +52,8 @@ class Replica(Protocol):
         """The current learning rate; the largest one if the parameter groups differ."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer. Methods may read its settings, and reach its state through `moments`."""
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The user's optimizers, mostly one. Methods may read their settings, and reach their state by `moments`."""
 
     @property
     def generator(self) -> torch.Generator:
@@ -75,10 +75,10 @@ class Replica(Protocol):
         """Returns the part of a vector (d) that belongs to each parameter, in the parameter's shape."""
 
     def moments(self) -> dict[str, Tensor]:
-        """Returns the optimizer state that has the parameters' shapes, each as one vector (d), by name.
+        """Returns the optimizers' state that has the parameters' shapes, each as one vector (d), by name.
 
         For Adam these are exp_avg and exp_avg_sq. The names are the same on all ranks; before the first step there are
-        none. The vectors are the optimizer's own memory.
+        none. The vectors are the optimizers' own memory. Entries of parameters without such a state are 0.
         """
 
 
@@ -127,7 +127,10 @@ class Method:
     paper: ClassVar[str] = ""
 
     def setup(self, worker: Replica) -> None:
-        """Allocates state. Runs once, when all workers hold the same parameters."""
+        """Allocates state. Runs once, when all workers hold the same parameters.
+
+        Runs again, and then `reset`, when parameters were unfrozen or added to an optimizer.
+        """
 
     def before_step(self, worker: Replica) -> None:
         """Runs when the gradients are computed and the optimizer has not changed the parameters yet."""

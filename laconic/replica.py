@@ -13,7 +13,7 @@ class FlatReplica:
     """Implements `laconic.method.Replica`, which documents what is here. `laconic.Worker` adds the rest."""
 
     comm: Comm
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     step: int
     generator: torch.Generator
     _flat: FlatParameters
@@ -33,6 +33,11 @@ class FlatReplica:
         return self._flat.parameters
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, without a framework's wrapper; the first one, if there are several."""
+        return self.optimizers[0]
+
+    @property
     def rank(self) -> int:
         return self.comm.rank
 
@@ -47,7 +52,7 @@ class FlatReplica:
 
     @property
     def lr(self) -> float:
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+        return max(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def pack_gradient(self) -> Tensor:
         return self._flat.pack_gradient()
@@ -64,7 +69,7 @@ class FlatReplica:
     def moments(self) -> dict[str, Tensor]:
         if self._moment_names is None:
             # A rank whose parameters had no gradient yet has no optimizer state: use the names that any rank has.
-            own = [self._flat.moment_names(), bool(self.optimizer.state)]
+            own = [self._flat.moment_names(), all(optimizer.state for optimizer in self.optimizers)]
             notes = self.comm.meet("averaging the optimizer's state", own)
             names = sorted({name for names, _ in notes for name in names})
             if not names and not all(has_state for _, has_state in notes):

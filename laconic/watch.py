@@ -48,11 +48,13 @@ class Watch:
         comm: a background channel; only ranks that train are compared.
         method: says in which steps ranks can be compared.
         flat: the trained parameters.
-        optimizer: whose settings are compared.
+        optimizers: whose settings are compared.
     """
 
-    def __init__(self, comm: Comm, method: Method, flat: FlatParameters, optimizer: torch.optim.Optimizer) -> None:
-        self._comm, self._method, self._flat, self._optimizer = comm, method, flat, optimizer
+    def __init__(
+        self, comm: Comm, method: Method, flat: FlatParameters, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._comm, self._method, self._flat, self._optimizers = comm, method, flat, optimizers
         self._common_steps = 0
         self._local_steps = 0
         self._gradients = 0  # checksum of the first gradients
@@ -87,7 +89,7 @@ class Watch:
         self._common_steps += 1
         if self._common_steps % EVERY != 1 and self._common_steps != FIRST_GRADIENTS and not self._anyone_scales:
             return
-        settings = describe(self._optimizer)
+        settings = describe(self._optimizers)
         numbers = Numbers(
             settings=zlib.crc32(repr(settings).encode()),
             x=checksum(self._flat.x) if common == "x" and self._common_steps % EVERY_X == 1 else 0,
@@ -126,7 +128,7 @@ class Watch:
         """Returns what this rank says when all ranks meet, after `finish`."""
         return {
             "step": worker.step,
-            "settings": describe(self._optimizer),
+            "settings": describe(self._optimizers),
             "x": checksum(self._flat.x) if self._comm.size > 1 else 0,
             "gradients": self._gradients if self._local_steps >= FIRST_GRADIENTS else 0,
         }
@@ -193,10 +195,10 @@ class Watch:
             )
 
 
-def describe(optimizer: torch.optim.Optimizer) -> list[str]:
+def describe(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     """Returns the settings of each parameter group that must not differ between ranks.
 
-    >>> describe(torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.5), momentum=0.9))
+    >>> describe([torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.5), momentum=0.9)])
     ['lr=0.5 weight_decay=0 momentum=0.9']
     """
     return [
@@ -206,6 +208,7 @@ def describe(optimizer: torch.optim.Optimizer) -> list[str]:
             for name in SETTINGS
             if name in group
         )
+        for optimizer in optimizers
         for group in optimizer.param_groups
     ]
 

@@ -141,7 +141,7 @@ class Divisible(Method):
         self._hops = 1 if self.background is None else self.hops or (1 if comm.size <= FEW else 2)
         quantized = self._hops == 1 and self.background is not None
         self._foreground = ForegroundAverages(comm, is_quantized=quantized)
-        if is_adam(worker.optimizer):
+        if any(map(is_adam, worker.optimizers)):
             self._stretch = Stretch(worker)
         if self.period is None:
             return

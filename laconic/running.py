@@ -1,0 +1,176 @@
+"""Runs one replica's part in the training: its start, its steps, its meetings with the other ranks, its end."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Literal
+
+import torch
+
+from laconic.agreement import Fingerprint, fingerprint, require_agreement
+from laconic.changes import Changes
+from laconic.comm import Comm, connect
+from laconic.comm.finite import is_finite
+from laconic.consensus import average_model, copy_from_rank_0
+from laconic.flat import FlatParameters
+from laconic.method import Method, fresh
+from laconic.replica import FlatReplica
+from laconic.stepping import Stepping
+from laconic.watch import Watch
+from laconic.wrappers import BareModel
+
+
+class RunningReplica(FlatReplica):
+    """A replica that trains with the others. `laconic.Worker` adds what users call, and documents the arguments."""
+
+    def __init__(
+        self,
+        bare: BareModel,
+        optimizers: list[torch.optim.Optimizer],
+        method: Method,
+        timeout: float,
+        seed: int,
+        comm: Comm | None,
+    ) -> None:
+        self._bare, self.model, self.optimizers = bare, bare.module, optimizers
+        self.comm = comm or connect(next(self.model.parameters(), torch.empty(0)).device, timeout)
+        self.step = 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self._in_consensus = False
+        self._end: Literal["no", "done", "failed"] = "no"
+        try:
+            self.method, self._flat, self.fingerprint = self._flatten(method, "the start of the worker")
+            self._control = self.comm.channel("control")
+            copy_from_rank_0(self._control, self.model, self._flat)
+            self.method.setup(self)
+            self._watch = Watch(self._control, self.method, self._flat, self.optimizers)
+            self._changes = Changes(self.model, self._flat, self.method)
+        except BaseException as error:
+            self.comm.fail(error)  # else the other ranks would wait for this one until their timeout
+            raise
+        self._bare.switch_off(self.rank)
+        self._stepping = Stepping(
+            self.optimizers,
+            number=lambda: self.step,
+            check=self._check_step,
+            begin=self._begin,
+            finish=self._finish_step,
+            end=lambda: self._changes.end_step(),
+        )
+
+    def _flatten(self, method: Method, what: str) -> tuple[Method, FlatParameters, Fingerprint]:
+        """Flattens the parameters and compares this rank with the others, at the meeting `what`.
+
+        A rank whose model or method is unfit reports its error to the others before it raises.
+        """
+        try:
+            method = fresh(method)
+            flat = FlatParameters(self.model, self.optimizers)
+        except ValueError as error:
+            require_agreement(self.comm, None, error, finite=True, what=what)
+            raise
+        own = fingerprint(self.model, self.optimizers, flat, method)
+        require_agreement(self.comm, own, None, is_finite(flat.x), what)
+        return method, flat, own
+
+    def _require_running(self, what: str) -> None:
+        if self._end != "no":
+            raise RuntimeError(f"{what} is for a worker that has not ended, and this one has: create another Worker")
+
+    # One step: the optimizers' pre-step hooks, the optimizers themselves, their post-step hooks.
+
+    def _check_step(self) -> None:
+        if self._in_consensus:
+            raise RuntimeError("optimizer.step() must not be called inside consensus(): its changes would be lost")
+        if not self.method.trains(self.rank):
+            raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
+        self._bare.check(self.step)
+        self._flat.check()
+        if self._flat.has_new_parameters():
+            self._take_new_parameters()
+        self._changes.check(self.step, self.size)
+
+    @torch.no_grad()
+    def _take_new_parameters(self) -> None:
+        """Puts parameters that were unfrozen or added to an optimizer into x, as if another worker began here."""
+        what = f"new parameters in the optimizer before step {self.step + 1}"
+        if self.comm.can_lose_members or not all(map(self.method.trains, range(self.size))):
+            raise RuntimeError(
+                f"{type(self.method).__name__} cannot take up {what}: close this worker and create another one on all "
+                f"ranks, after unfreezing or adding them"
+            )
+        self._settle(what)
+        _, self._flat, self.fingerprint = self._flatten(self.method, what)
+        copy_from_rank_0(self._control, self.model, self._flat)
+        self._moment_names = None
+        self.method.setup(self)
+        self.method.reset(self)
+        self._watch = Watch(self._control, self.method, self._flat, self.optimizers)
+        self._changes = Changes(self.model, self._flat, self.method)
+
+    def _begin(self, caller: FrameType) -> bool:
+        self._watch.before_step(caller)
+        self._begin_step()
+        return self._flat.has_read_gradients
+
+    @torch.no_grad()
+    def _begin_step(self) -> None:
+        self.step += 1
+        self._flat.has_read_gradients = False
+        self.meter.begin_step(self.step)
+        start = self.comm.now()
+        self.method.before_step(self)
+        self.meter.add_method(self.comm.now() - start)
+
+    @torch.no_grad()
+    def _finish_step(self) -> None:
+        start = self.comm.now()
+        self.method.after_step(self)
+        self._watch.after_step(self)
+        self.meter.add_method(self.comm.now() - start)
+        self.meter.end_step()
+
+    def _meet(self, what: str) -> bool:
+        """Waits for all ranks between two steps, and compares them. Returns whether all hold the same x."""
+        self._require_running(what)
+        self._stepping.require_complete(what)
+        self._watch.finish()
+        self._pause()
+        is_equal = self._watch.compare(self.comm.meet(what, self._watch.note(self)), self)
+        self._changes.check(self.step, self.size, is_agreed=is_equal)
+        return is_equal
+
+    @torch.no_grad()
+    def _pause(self) -> None:
+        self.method.pause(self)
+
+    def _trainers(self) -> list[int]:
+        return [rank for rank in self.comm.members if self.method.trains(rank)]
+
+    def _weight(self) -> float:
+        """Returns how often this rank's values count in a mean over all members that stands for one over trainers."""
+        trainers = self._trainers()
+        return len(self.comm.members) / len(trainers) if self.rank in trainers else 0.0
+
+    def _average_model(self, is_equal: bool) -> None:
+        tensors = [self.x, *self.model.buffers()]
+        local = [tensor.clone() for tensor in tensors] if self.comm.can_lose_members else []
+
+        def average() -> None:
+            for tensor, value in zip(tensors, local, strict=False):
+                tensor.copy_(value)  # in case an attempt has failed
+            average_model(self._control, self.model, self.x, self._trainers(), self._weight(), is_equal=is_equal)
+
+        with torch.no_grad():
+            self._control.among_members("the average of all models", average)
+
+    @torch.no_grad()
+    def _settle(self, what: str) -> None:
+        """Meets all ranks, applies everything in flight, and averages the models."""
+        is_equal = self._meet(what)
+        # Weights that all ranks have loaded, say the best ones, are the result: messages in flight do not change them.
+        agreed = self.x.clone() if is_equal else None
+        self.method.drain(self)
+        if agreed is not None:
+            self.x.copy_(agreed)
+        self._average_model(is_equal)
