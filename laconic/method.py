@@ -56,6 +56,17 @@ class Replica(Protocol):
         """The user's optimizers, mostly one. Methods may read their settings, and reach their state by `moments`."""
 
     @property
+    def counted(self) -> list[int]:
+        """The ranks that count in the means of this step: all, or inside `worker.join()` those that have trained."""
+
+    @property
+    def anyone_done(self) -> bool:
+        """Whether a rank has run out of data, inside `worker.join()`."""
+
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Averages x as `comm.mean` does, over the ranks that count."""
+
+    @property
     def generator(self) -> torch.Generator:
         """Random numbers that are the same on every rank. The worker's checkpoint includes their state."""
 
@@ -125,6 +136,8 @@ class Method:
     """
 
     paper: ClassVar[str] = ""
+    # Whether the optimizers of all ranks make the same steps, so that their state is the same.
+    steps_alike: ClassVar[bool] = False
 
     def setup(self, worker: Replica) -> None:
         """Allocates state. Runs once, when all workers hold the same parameters.
@@ -176,6 +189,21 @@ class Method:
 
     def pause(self, worker: Replica) -> None:
         """Runs between two steps, before all ranks meet in consensus(), save(), load() or at the end of the block."""
+
+    def sends(self, worker: Replica) -> bool:
+        """Returns whether ranks communicate in the next step. For `worker.join()`; the same on all ranks."""
+        return True
+
+    def sent_until(self, worker: Replica) -> int:
+        """Returns the last step of which everything that a rank did has been sent before the next step.
+
+        For `worker.join()`: a rank counts in a mean if it has trained since then. A method that supports it averages
+        with `worker.mean`, or passes `worker.counted` on; it has no gradients where a rank does not train.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not support join(): give all ranks the same number of steps, or use a method "
+            f"that does, such as AllReduce, LocalSGD or Divisible"
+        )
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings by name."""

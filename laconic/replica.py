@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from laconic.comm import Comm, Meter
 from laconic.flat import FlatParameters
+from laconic.join import Join
 
 
 class FlatReplica:
@@ -18,6 +19,7 @@ class FlatReplica:
     generator: torch.Generator
     _flat: FlatParameters
     _moment_names: list[str] | None = None
+    _join: Join | None = None  # inside join()
 
     @property
     def x(self) -> Tensor:
@@ -52,7 +54,27 @@ class FlatReplica:
 
     @property
     def lr(self) -> float:
+        if self._join is not None and self._join.is_done:
+            return self._join.lr  # a scheduler of this rank has stopped
+        return self._local_lr()
+
+    def _local_lr(self) -> float:
         return max(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    @property
+    def counted(self) -> list[int]:
+        return list(range(self.size)) if self._join is None else self._join.counted
+
+    @property
+    def anyone_done(self) -> bool:
+        return self._join is not None and self._join.anyone_done
+
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        counted = self.counted
+        if len(counted) == self.size:
+            return self.comm.mean(x, out=out)
+        own = x if self.rank in counted else torch.zeros_like(x)
+        return self.comm.mean(own, out=out).mul_(self.size / len(counted))
 
     def pack_gradient(self) -> Tensor:
         return self._flat.pack_gradient()

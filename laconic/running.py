@@ -13,6 +13,7 @@ from laconic.comm import Comm, connect
 from laconic.comm.finite import is_finite
 from laconic.consensus import average_model, copy_from_rank_0
 from laconic.flat import FlatParameters
+from laconic.join import Join, copy_training_state
 from laconic.method import Method, fresh
 from laconic.replica import FlatReplica
 from laconic.stepping import Stepping
@@ -76,6 +77,11 @@ class RunningReplica(FlatReplica):
     def _require_running(self, what: str) -> None:
         if self._end != "no":
             raise RuntimeError(f"{what} is for a worker that has not ended, and this one has: create another Worker")
+        if self._join is not None:
+            raise RuntimeError(
+                f"{what} at step {self.step} needs all ranks, and inside join() those that have run out of data would "
+                f"not come: do it after the join() block"
+            )
 
     # One step: the optimizers' pre-step hooks, the optimizers themselves, their post-step hooks.
 
@@ -110,6 +116,10 @@ class RunningReplica(FlatReplica):
 
     def _begin(self, caller: FrameType) -> bool:
         self._watch.before_step(caller)
+        if self._join is not None:
+            self._join.last = self.step + 1
+            if self.method.sends(self):
+                self._take_census(self._join)
         self._begin_step()
         return self._flat.has_read_gradients
 
@@ -126,9 +136,54 @@ class RunningReplica(FlatReplica):
     def _finish_step(self) -> None:
         start = self.comm.now()
         self.method.after_step(self)
-        self._watch.after_step(self)
+        self._watch.after_step(self, trains=self._join is None or not self._join.is_done)
         self.meter.add_method(self.comm.now() - start)
         self.meter.end_step()
+
+    # Ranks that run out of data, inside join().
+
+    def _take_census(self, join: Join) -> None:
+        join.take_census(self.method.sent_until(self), self._local_lr())
+
+    def _enter_join(self) -> Join | None:
+        """Meets all ranks; returns None where a rank may stop at any time: alone, and with gossip."""
+        self._require_running("join()")
+        if self.size == 1 or self.comm.can_lose_members:
+            return None
+        if not all(map(self.method.trains, range(self.size))):
+            raise ValueError("join() needs data on every rank, and a dedicated server has none: set dedicated=False")
+        self.method.sent_until(self)  # raises if the method does not support it
+        self._watch.finish()
+        steps = self.comm.meet("join()", self.step)
+        if len(set(steps)) > 1:
+            raise ValueError(f"all ranks must enter join() after the same number of steps, not {steps}")
+        return Join(self._control, self.step)
+
+    @torch.no_grad()
+    def _answer_others(self, join: Join) -> None:
+        """Takes part in steps without training, until all ranks have run out of data and everything is sent."""
+        join.is_done = True
+        gradients = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        while True:
+            self._watch.finish()  # before waiting for the others: they may have found ranks that differ
+            self._take_census(join)
+            if join.is_over(self.method.sent_until(self)):
+                break
+            sent = False
+            while not sent:
+                sent = self.method.sends(self)
+                for parameter in self.parameters:
+                    parameter.grad = None
+                self._begin_step()
+                self._finish_step()
+            if join.is_over(self.method.sent_until(self)):
+                break
+        self.method.drain(self)
+        if self.method.steps_alike:
+            copy_training_state(self._control, self.x, self.optimizers, join.last_to_train, "the end of join()")
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._changes.end_step()
 
     def _meet(self, what: str) -> bool:
         """Waits for all ranks between two steps, and compares them. Returns whether all hold the same x."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, DistributedSampler
 
 from laconic import checkpoint
 from laconic.comm import Comm
@@ -181,6 +182,67 @@ class Worker(RunningReplica):
         while self.method.await_step(self):
             self._begin_step()
             self._finish_step()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Lets ranks make different numbers of steps in a `with` block: those that are done first go on answering.
+
+        All ranks enter it, after the same number of steps, around one pass over their data. A rank whose loop is over
+        takes part in the others' steps without training, until all are done. Then all ranks have the same
+        `worker.step`. A rank that is done does not count in means: `AllReduce`, `QSGD` and `EfficientAdam` average
+        over the ranks that train in the step; `LocalSGD` and `ADPSGD` over those that have trained since the last
+        round; `Divisible` over those that have trained within one sweep, in which their last moves are sent. With
+        gossip ranks step at their own pace anyway, and this does nothing.
+
+        `consensus()`, `save()` and everything else that all ranks must call is an error inside. A scheduler that steps
+        with each batch has made fewer steps on some ranks: let it catch up after the block (docs/uneven.md).
+
+        Raises:
+            NotImplementedError: the method does not support it.
+            ValueError: ranks enter after different numbers of steps, or one is a dedicated server.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> with laconic.Worker(model, optimizer, laconic.AllReduce()) as worker:
+        ...     for epoch in range(2):
+        ...         with worker.join():
+        ...             for batch in torch.ones(5, 3):
+        ...                 model(batch).backward()
+        ...                 optimizer.step()
+        >>> worker.step
+        10
+        """
+        self._join = self._enter_join()
+        try:
+            yield
+            if self._join is not None:
+                self._stepping.require_complete("the end of join()")
+                self._answer_others(self._join)
+        finally:
+            self._join = None
+
+    def shard(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
+        """Returns a sampler for this rank's part of a dataset, for `DataLoader(dataset, sampler=…)`.
+
+        Args:
+            dataset: the same on all ranks.
+            options: of `torch.utils.data.DistributedSampler`: shuffle, seed, drop_last. Its default repeats some
+                samples so that all ranks have equally many. Call `set_epoch` before each epoch.
+
+        Raises:
+            RuntimeError: this rank is a server without data.
+
+        >>> import laconic
+        >>> model, data = torch.nn.Linear(3, 1), torch.utils.data.TensorDataset(torch.ones(8, 3))
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
+        ...     list(worker.shard(data, shuffle=False))
+        [0, 1, 2, 3, 4, 5, 6, 7]
+        """
+        trainers = [rank for rank in range(self.size) if self.method.trains(rank)]
+        if self.rank not in trainers:
+            raise RuntimeError(f"shard() is for ranks that train, and rank {self.rank} is a server without data")
+        return DistributedSampler(dataset, num_replicas=len(trainers), rank=trainers.index(self.rank), **options)
 
     def save(self, directory: str | Path, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
         """Writes a checkpoint of model, optimizer, worker and random numbers of all ranks. All ranks call it.

@@ -136,10 +136,7 @@ def test_wrapped_in_ddp() -> None:
             return str(error)
         return ""
 
-    assert (
-        laconic.spawn(run, 2)
-        == ["model and a part of it is in DistributedDataParallel: pass the bare module"] * 2
-    )
+    assert laconic.spawn(run, 2) == ["model and a part of it is in DistributedDataParallel: pass the bare module"] * 2
 
 
 def test_another_models_optimizer() -> None:

@@ -22,7 +22,7 @@ LAYERS: list[list[str]] = [
     ["anchor_kernels"],
     ["anchor"],
     ["methods"],
-    ["flat"],
+    ["flat", "join"],
     ["agreement", "consensus", "replica", "watch", "wrappers", "stepping"],
     ["changes"],
     ["running"],

@@ -120,6 +120,7 @@ class Stretch:
 
         In the first `steps` steps all of Q is refreshed: where Q is still 0, all would be taken for noise.
         """
+        self._workers = len(worker.counted)
         moments = worker.moments()
         if not moments:
             return  # no parameter has had a gradient yet
