@@ -27,6 +27,7 @@ LAYERS: list[list[str]] = [
     ["changes"],
     ["running"],
     ["checkpoint"],
+    ["saving"],
     ["worker", "launch", "kernels"],
     ["laconic", "preload"],
     ["emulate", "simulate", "tasks", "integrations"],
