@@ -286,8 +286,6 @@ class Divisible(Method):
         sweep = self.ratio if self.period is None else max(self._period, self._journey)
         return worker.step + 1 - sweep
 
-    def _measure(self, worker: Replica, pace: Pace, computed: float) -> None:
-
     @staticmethod
     def _timed(comm: Comm, work: Callable[[], None]) -> float:
         """Does the work; returns the seconds it took, without those of waiting for others."""
