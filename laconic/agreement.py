@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ Fingerprint = dict[str, Any]
 
 
 def fingerprint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatParameters, method: Method
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], flat: FlatParameters, method: Method
 ) -> Fingerprint:
     """Returns a description of everything that must be equal on all ranks and in a checkpoint.
 
@@ -29,7 +30,7 @@ def fingerprint(
     return {
         "method": type(method).__name__,
         **{f"{type(method).__name__}.{name}": repr(value) for name, value in method.settings().items()},
-        "optimizer": type(optimizer).__name__,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
         "number of parameters": len(flat.names),
         "parameters": [
             f"{name} {tuple(p.shape)} {p.dtype}" for name, p in zip(flat.names, flat.parameters, strict=True)
@@ -38,7 +39,9 @@ def fingerprint(
     }
 
 
-def require_agreement(comm: Comm, own: Fingerprint | None, error: Exception | None, finite: bool) -> None:
+def require_agreement(
+    comm: Comm, own: Fingerprint | None, error: Exception | None, finite: bool, what: str = "the start of the worker"
+) -> None:
     """Compares the versions of laconic and the fingerprints of all ranks.
 
     Args:
@@ -46,13 +49,14 @@ def require_agreement(comm: Comm, own: Fingerprint | None, error: Exception | No
         own: the fingerprint of this rank; None if it could not be made.
         error: why it could not be made. A rank with an error calls this too, so that the others learn of it.
         finite: whether all parameters of this rank are finite.
+        what: names the meeting in error messages.
 
     Raises:
         ValueError: the ranks differ, or one has an error or parameters that are not finite. The same on every rank.
     """
     described = None if own is None else {"laconic": __version__, **own}
     notes = comm.meet(
-        "the start of the worker",
+        what,
         {"fingerprint": described, "finite": finite, "error": error and f"{type(error).__name__}: {error}"},
     )
     if error is not None:

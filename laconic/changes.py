@@ -33,10 +33,9 @@ class Changes:
         if self._untrained:
             warnings.warn(
                 f"{_names(self._untrained)} of the model require gradients and are not in the optimizer: they keep "
-                f"rank 0's values, and would not be averaged if another optimizer trained them. Call "
-                f"requires_grad_(False) on them; for several optimizers, use one Worker for each, with the submodule "
-                f"that it trains as its model",
-                stacklevel=3,
+                f"rank 0's values, and would not be averaged if another optimizer trained them. Give the worker all "
+                f"optimizers, Worker(model, [one, other], method), or call requires_grad_(False) on these parameters",
+                stacklevel=4,
             )
         self.forget()
 
@@ -91,8 +90,8 @@ class Changes:
         if checksum(*self._untrained.values()) != self._checksum:
             raise RuntimeError(
                 f"{_names(self._untrained)} of the model: something has changed them before step {step + 1}, and they "
-                f"are not in the worker's optimizer, so they are not averaged and differ between ranks. For several "
-                f"optimizers, use one Worker for each, with the submodule that it trains as its model"
+                f"are not in the worker's optimizer, so they are not averaged and differ between ranks. Give the "
+                f"worker all optimizers: Worker(model, [one, other], method)"
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -11,26 +13,28 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
 
 
 class FlatParameters:
-    """Moves the memory of the parameters that `optimizer` trains into one vector `x`, in the order of the model.
+    """Moves the memory of the parameters that the optimizers train into one vector `x`, in the order of the model.
 
-    The `Parameter` objects stay the same and become views of `x`. So the model, its optimizer and its compiled form
+    The `Parameter` objects stay the same and become views of `x`. So the model, its optimizers and its compiled form
     keep working, and writing to `x` changes the model. `laconic.method.Replica` documents the methods.
 
     Raises:
-        ValueError: model and optimizer do not fit together, or the parameters cannot form one vector.
+        ValueError: model and optimizers do not fit together, or the parameters cannot form one vector.
 
     >>> model = nn.Linear(2, 1)
-    >>> flat = FlatParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> flat = FlatParameters(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     >>> _ = flat.x.fill_(7.0)
     >>> model.bias.item()
     7.0
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        named = _trained_parameters(model, optimizer)
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        named, owners = _trained_parameters(model, optimizers)
         self.names = list(named)
         self.parameters = list(named.values())
-        self._optimizer = optimizer
+        self.has_read_gradients = False  # since it was last set to False
+        self._optimizers = optimizers
+        self._owners = [owners[id(p)] for p in self.parameters]  # each parameter's optimizer
         first = self.parameters[0]
         d = sum(p.numel() for p in self.parameters)
         self.x_and_scalar = torch.zeros(d + 1, dtype=first.dtype, device=first.device)
@@ -63,15 +67,34 @@ class FlatParameters:
                     f"parameter {name!r} has left worker.x: its memory was replaced (by model.to, .half, "
                     f"load_state_dict(assign=True), parameter.data = …); do that before creating the Worker"
                 )
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._inside:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient but is not in worker.x: "
-                        f"unfreeze and add parameters before creating the Worker"
-                    )
+        for parameter in self._optimized():
+            if parameter.grad is not None and not parameter.requires_grad and id(parameter) not in self._inside:
+                raise RuntimeError(
+                    f"a frozen parameter of shape {tuple(parameter.shape)} has a gradient, by which the optimizer "
+                    f"would change it on this rank alone: set its .grad to None"
+                )
+
+    def has_new_parameters(self) -> bool:
+        """Returns whether the optimizers train parameters that are not in x: unfrozen, or added to an optimizer."""
+        return any(p.requires_grad and id(p) not in self._inside for p in self._optimized())
+
+    def _optimized(self) -> Iterator[nn.Parameter]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Gives parameters and optimizer state memory of their own again. x stays as it is."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()
+        for name, (_, views) in self._moments.items():
+            for state, view in zip(map(self._state, range(len(views))), views, strict=True):
+                if state.get(name) is view:
+                    state[name] = view.clone()
 
     def gradients(self) -> list[Tensor | None]:
+        self.has_read_gradients = True
         found = [parameter.grad for parameter in self.parameters]
         for name, gradient in zip(self.names, found, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
@@ -106,7 +129,12 @@ class FlatParameters:
     def moment_names(self) -> list[str]:
         """Returns the names of the optimizer's state tensors that have the shape of their parameter."""
         # Adam's step counter is a scalar, as is a parameter that is a single number; but it is no moment.
-        found = {name for p in self.parameters for name, value in self._state(p).items() if _is_moment(value, p)}
+        found = {
+            name
+            for i, p in enumerate(self.parameters)
+            for name, value in self._state(i).items()
+            if _is_moment(value, p)
+        }
         return sorted(found - {"step"})
 
     def moments(self, names: list[str]) -> dict[str, Tensor]:
@@ -119,8 +147,8 @@ class FlatParameters:
                 vector = torch.zeros_like(self.x)
                 self._moments[name] = vector, self.views(vector)
         views = [self._moments[name][1] for name in names]
-        for parameter, *own in zip(self.parameters, *views, strict=True):
-            state = self._state(parameter)
+        for i, (parameter, *own) in enumerate(zip(self.parameters, *views, strict=True)):
+            state = self._state(i)
             for name, view in zip(names, own, strict=True):
                 value = state.get(name)
                 if value is view:  # from the second call on
@@ -132,9 +160,10 @@ class FlatParameters:
                     state[name] = view
         return {name: self._moments[name][0] for name in names}
 
-    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _state(self, i: int) -> dict[str, Tensor]:
+        """Returns the state that its optimizer has for parameter number `i`."""
         # .get, because the optimizer's state is a defaultdict: [parameter] would create an entry.
-        found: dict[str, Tensor] = self._optimizer.state.get(parameter, {})
+        found: dict[str, Tensor] = self._owners[i].state.get(self.parameters[i], {})
         return found
 
 
@@ -154,24 +183,36 @@ def _is_dense(p: Tensor) -> bool:
     return True
 
 
-def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Returns the parameters that the optimizer trains, by name, in the model's order; checks that both fit."""
+def _trained_parameters(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[dict[str, nn.Parameter], dict[int, torch.optim.Optimizer]]:
+    """Checks that model and optimizers fit.
+
+    Returns:
+        The parameters that the optimizers train, by name, in the model's order; and the optimizer of each, by its id.
+    """
     for module in model.modules():
         wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
         if wrapper:
-            raise ValueError(f"model must not be wrapped already, and it is in {wrapper}: pass the bare module")
+            raise ValueError(
+                f"model must be a bare module or in one DistributedDataParallel, and a part of it is in {wrapper}: "
+                f"pass the bare module"
+            )
     # torch.compile prefixes names; a compiled and a bare replica are the same model.
     of_model = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
     known = {id(p): name for name, p in of_model.items()}
-    trained: set[int] = set()
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"the optimizer's parameters must be the model's, and number {i} of group {g}, "
-                    f"of shape {tuple(parameter.shape)}, is not"
-                )
-            trained.add(id(parameter))
+    trained: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"the optimizer's parameters must be the model's, and number {i} of group {g} of "
+                        f"{type(optimizer).__name__}, of shape {tuple(parameter.shape)}, is not: create the optimizer "
+                        f"with parameters of this model"
+                    )
+                if trained.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise ValueError(f"each parameter must be in one optimizer, and {known[id(parameter)]!r} is in two")
     missing = [name for name, p in of_model.items() if p.requires_grad and id(p) not in trained]
     if missing and len(missing) == sum(p.requires_grad for p in of_model.values()):
         raise ValueError(f"the optimizer has no trainable parameter of the model, which has {_some(missing)}")
@@ -192,7 +233,7 @@ def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
                 f"trained parameters must all have one {what}, not "
                 + " and ".join(f"{kind} ({name!r})" for kind, name in kinds.items())
             )
-    return named
+    return named, trained
 
 
 def _some(names: list[str]) -> str:

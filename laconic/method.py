@@ -54,8 +54,19 @@ class Replica(Protocol):
         """The current learning rate; the largest one if the parameter groups differ."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer. Methods may read its settings, and reach its state through `moments`."""
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The user's optimizers, mostly one. Methods may read their settings, and reach their state by `moments`."""
+
+    @property
+    def counted(self) -> list[int]:
+        """The ranks that count in the means of this step: all, or inside `worker.join()` those that have trained."""
+
+    @property
+    def anyone_done(self) -> bool:
+        """Whether a rank has run out of data, inside `worker.join()`."""
+
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Averages x as `comm.mean` does, over the ranks that count."""
 
     @property
     def generator(self) -> torch.Generator:
@@ -77,10 +88,10 @@ class Replica(Protocol):
         """Returns the part of a vector (d) that belongs to each parameter, in the parameter's shape."""
 
     def moments(self) -> dict[str, Tensor]:
-        """Returns the optimizer state that has the parameters' shapes, each as one vector (d), by name.
+        """Returns the optimizers' state that has the parameters' shapes, each as one vector (d), by name.
 
         For Adam these are exp_avg and exp_avg_sq. The names are the same on all ranks; before the first step there are
-        none. The vectors are the optimizer's own memory.
+        none. The vectors are the optimizers' own memory. Entries of parameters without such a state are 0.
         """
 
 
@@ -131,6 +142,8 @@ class Method:
     """
 
     paper: ClassVar[str] = ""
+    # Whether the optimizers of all ranks make the same steps, so that their state is the same.
+    steps_alike: ClassVar[bool] = False
 
     def kernels(self, numel: int, workers: int) -> set[str]:
         """Returns the numba kernels that this method may call, which the worker compiles before it connects.
@@ -152,7 +165,10 @@ class Method:
         return kernels_of(*(value for value in self.settings().values() if isinstance(value, Compressor)))
 
     def setup(self, worker: Replica) -> None:
-        """Allocates state. Runs once, when all workers hold the same parameters."""
+        """Allocates state. Runs once, when all workers hold the same parameters.
+
+        Runs again, and then `reset`, when parameters were unfrozen or added to an optimizer.
+        """
 
     def before_step(self, worker: Replica) -> None:
         """Runs when the gradients are computed and the optimizer has not changed the parameters yet."""
@@ -198,6 +214,21 @@ class Method:
 
     def pause(self, worker: Replica) -> None:
         """Runs between two steps, before all ranks meet in consensus(), save(), load() or at the end of the block."""
+
+    def sends(self, worker: Replica) -> bool:
+        """Returns whether ranks communicate in the next step. For `worker.join()`; the same on all ranks."""
+        return True
+
+    def sent_until(self, worker: Replica) -> int:
+        """Returns the last step of which everything that a rank did has been sent before the next step.
+
+        For `worker.join()`: a rank counts in a mean if it has trained since then. A method that supports it averages
+        with `worker.mean`, or passes `worker.counted` on; it has no gradients where a rank does not train.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not support join(): give all ranks the same number of steps, or use a method "
+            f"that does, such as AllReduce, LocalSGD or Divisible"
+        )
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings by name."""

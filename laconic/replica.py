@@ -7,17 +7,19 @@ from torch import Tensor, nn
 
 from laconic.comm import Comm, Meter
 from laconic.flat import FlatParameters
+from laconic.join import Join
 
 
 class FlatReplica:
     """Implements `laconic.method.Replica`, which documents what is here. `laconic.Worker` adds the rest."""
 
     comm: Comm
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     step: int
     generator: torch.Generator
     _flat: FlatParameters
     _moment_names: list[str] | None = None
+    _join: Join | None = None  # inside join()
 
     @property
     def x(self) -> Tensor:
@@ -31,6 +33,11 @@ class FlatReplica:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return self._flat.parameters
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, without a framework's wrapper; the first one, if there are several."""
+        return self.optimizers[0]
 
     @property
     def rank(self) -> int:
@@ -47,7 +54,27 @@ class FlatReplica:
 
     @property
     def lr(self) -> float:
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+        if self._join is not None and self._join.is_done:
+            return self._join.lr  # a scheduler of this rank has stopped
+        return self._local_lr()
+
+    def _local_lr(self) -> float:
+        return max(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    @property
+    def counted(self) -> list[int]:
+        return list(range(self.size)) if self._join is None else self._join.counted
+
+    @property
+    def anyone_done(self) -> bool:
+        return self._join is not None and self._join.anyone_done
+
+    def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        counted = self.counted
+        if len(counted) == self.size:
+            return self.comm.mean(x, out=out)
+        own = x if self.rank in counted else torch.zeros_like(x)
+        return self.comm.mean(own, out=out).mul_(self.size / len(counted))
 
     def pack_gradient(self) -> Tensor:
         return self._flat.pack_gradient()
@@ -64,7 +91,7 @@ class FlatReplica:
     def moments(self) -> dict[str, Tensor]:
         if self._moment_names is None:
             # A rank whose parameters had no gradient yet has no optimizer state: use the names that any rank has.
-            own = [self._flat.moment_names(), bool(self.optimizer.state)]
+            own = [self._flat.moment_names(), all(optimizer.state for optimizer in self.optimizers)]
             notes = self.comm.meet("averaging the optimizer's state", own)
             names = sorted({name for names, _ in notes for name in names})
             if not names and not all(has_state for _, has_state in notes):

@@ -35,7 +35,7 @@ MULTIPLIER = 0x1E3779B97F4A7C15  # odd, any
 class Numbers(NamedTuple):
     """What a rank sends. 0 means: not known, or not to be compared this time."""
 
-    settings: int = 0
+    settings: int = 0  # 0: this rank has run out of data, inside join(), and is not compared
     x: int = 0
     gradients: int = 0
     scale: int = 0  # the bits of a float64
@@ -48,11 +48,13 @@ class Watch:
         comm: a background channel; only ranks that train are compared.
         method: says in which steps ranks can be compared.
         flat: the trained parameters.
-        optimizer: whose settings are compared.
+        optimizers: whose settings are compared.
     """
 
-    def __init__(self, comm: Comm, method: Method, flat: FlatParameters, optimizer: torch.optim.Optimizer) -> None:
-        self._comm, self._method, self._flat, self._optimizer = comm, method, flat, optimizer
+    def __init__(
+        self, comm: Comm, method: Method, flat: FlatParameters, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._comm, self._method, self._flat, self._optimizers = comm, method, flat, optimizers
         self._common_steps = 0
         self._local_steps = 0
         self._gradients = 0  # checksum of the first gradients
@@ -76,8 +78,13 @@ class Watch:
         scaler = find_grad_scaler(caller)
         self._scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 0.0
 
-    def after_step(self, worker: Replica) -> None:
-        """Reads the numbers sent before, and sends new ones when it is time. Raises as `finish`."""
+    def after_step(self, worker: Replica, *, trains: bool = True) -> None:
+        """Reads the numbers sent before, and sends new ones when it is time. Raises as `finish`.
+
+        Args:
+            worker: this rank.
+            trains: False if this rank has run out of data, inside `worker.join()`.
+        """
         if self._comm.size == 1:
             return
         self.finish()
@@ -87,12 +94,16 @@ class Watch:
         self._common_steps += 1
         if self._common_steps % EVERY != 1 and self._common_steps != FIRST_GRADIENTS and not self._anyone_scales:
             return
-        settings = describe(self._optimizer)
-        numbers = Numbers(
-            settings=zlib.crc32(repr(settings).encode()),
-            x=checksum(self._flat.x) if common == "x" and self._common_steps % EVERY_X == 1 else 0,
-            gradients=self._gradients if self._local_steps >= FIRST_GRADIENTS else 0,
-            scale=_bits(self._scale),
+        settings = describe(self._optimizers)
+        numbers = (
+            Numbers()
+            if not trains
+            else Numbers(
+                settings=zlib.crc32(repr(settings).encode()) or 1,
+                x=checksum(self._flat.x) if common == "x" and self._common_steps % EVERY_X == 1 else 0,
+                gradients=self._gradients if self._local_steps >= FIRST_GRADIENTS else 0,
+                scale=_bits(self._scale),
+            )
         )
         self._pending = worker.step, self._comm.all_gather_async(torch.tensor(numbers)), settings
 
@@ -108,25 +119,27 @@ class Watch:
         step, pending, settings = self._pending
         self._pending = None
         numbers = [Numbers(*gathered.tolist()) for gathered in pending.wait()]
-        of_trainers = [n for rank, n in zip(self._comm.members, numbers, strict=True) if self._method.trains(rank)]
+        with_data = {rank: n for rank, n in zip(self._comm.members, numbers, strict=True) if n.settings}
+        of_trainers = [n for rank, n in with_data.items() if self._method.trains(rank)]
         self._anyone_scales = any(n.scale for n in of_trainers)
-        xs = [n.x for n in numbers]
+        xs = [n.x for n in with_data.values()]
         if len({n.scale for n in of_trainers}) > 1 or len(set(xs)) > 1:
             # No rank raises before all are here: it would break off messages that others still wait for.
             self._comm.meet("ranks that differ")
         if len({n.scale for n in of_trainers}) > 1:
-            self._raise_skipped(step, numbers)
+            self._raise_skipped(step, with_data)
         if len({n.settings for n in of_trainers}) > 1:
             notes = self._comm.meet("optimizer settings that differ", settings)
-            require_same_settings([step] * len(notes), notes, self._trainers())
-        self._require_same_x(step, xs)
+            trainers = {i: rank for i, rank in self._trainers().items() if rank in with_data}
+            require_same_settings([step] * len(notes), notes, trainers)
+        self._require_same_x(step, xs, list(with_data))
         self._warn_if_equal([n.gradients for n in of_trainers])
 
     def note(self, worker: Replica) -> dict[str, Any]:
         """Returns what this rank says when all ranks meet, after `finish`."""
         return {
             "step": worker.step,
-            "settings": describe(self._optimizer),
+            "settings": describe(self._optimizers),
             "x": checksum(self._flat.x) if self._comm.size > 1 else 0,
             "gradients": self._gradients if self._local_steps >= FIRST_GRADIENTS else 0,
         }
@@ -141,7 +154,7 @@ class Watch:
             return True
         require_same_settings([n["step"] for n in notes], [n["settings"] for n in notes], self._trainers())
         if self._method.common(worker) == "x":
-            self._require_same_x(worker.step, [n["x"] for n in notes])
+            self._require_same_x(worker.step, [n["x"] for n in notes], self._comm.members)
         of_trainers = [n for rank, n in zip(self._comm.members, notes, strict=True) if self._method.trains(rank)]
         self._warn_if_equal([n["gradients"] for n in of_trainers])
         return len({n["x"] for n in notes}) == 1
@@ -158,8 +171,8 @@ class Watch:
         """The ranks that train, by their index among the members."""
         return {i: rank for i, rank in enumerate(self._comm.members) if self._method.trains(rank)}
 
-    def _require_same_x(self, step: int, checksums: Sequence[int]) -> None:
-        if differing := odd_ones_out(self._comm.members, checksums):
+    def _require_same_x(self, step: int, checksums: Sequence[int], ranks: Sequence[int]) -> None:
+        if differing := odd_ones_out(ranks, checksums):
             raise RuntimeError(
                 f"{type(self._method).__name__} keeps the parameters equal on all ranks, and after step {step} those "
                 f"of {differing} differ from the others': something changes them there and not elsewhere (weights or "
@@ -167,11 +180,9 @@ class Watch:
                 f"and continue from a checkpoint"
             )
 
-    def _raise_skipped(self, step: int, numbers: Sequence[Numbers]) -> None:
+    def _raise_skipped(self, step: int, numbers: dict[int, Numbers]) -> None:
         found = ", ".join(
-            f"{_float(n.scale):g} on rank {rank}"
-            for rank, n in zip(self._comm.members, numbers, strict=True)
-            if self._method.trains(rank)
+            f"{_float(n.scale):g} on rank {rank}" for rank, n in numbers.items() if self._method.trains(rank)
         )
         raise RuntimeError(
             f"GradScaler must skip the same steps on all ranks, and at step {step} its scale is {found}: a rank has "
@@ -193,10 +204,10 @@ class Watch:
             )
 
 
-def describe(optimizer: torch.optim.Optimizer) -> list[str]:
+def describe(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     """Returns the settings of each parameter group that must not differ between ranks.
 
-    >>> describe(torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.5), momentum=0.9))
+    >>> describe([torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.5), momentum=0.9)])
     ['lr=0.5 weight_decay=0 momentum=0.9']
     """
     return [
@@ -206,6 +217,7 @@ def describe(optimizer: torch.optim.Optimizer) -> list[str]:
             for name in SETTINGS
             if name in group
         )
+        for optimizer in optimizers
         for group in optimizer.param_groups
     ]
 
@@ -233,7 +245,7 @@ def odd_ones_out(ranks: Sequence[int], checksums: Sequence[int]) -> str:
     >>> odd_ones_out([0, 1, 2, 3], [7, 9, 7, 8]), odd_ones_out([0, 1], [7, 7]), odd_ones_out([0, 1], [7, 9])
     ('ranks 1, 3', '', 'rank 1')
     """
-    usual = Counter(checksums).most_common(1)[0][0]
+    usual = Counter(checksums).most_common(1)[0][0] if checksums else 0
     odd = [str(rank) for rank, found in zip(ranks, checksums, strict=True) if found != usual]
     return f"rank{'s' if len(odd) > 1 else ''} {', '.join(odd)}" if odd else ""
 

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset, DistributedSampler
 from typing_extensions import Self
 
-from laconic import checkpoint, kernels
-from laconic.agreement import Fingerprint, fingerprint, require_agreement
-from laconic.changes import Changes
-from laconic.comm import Comm, connect, expected_size
-from laconic.comm.finite import is_finite
-from laconic.consensus import average_model, average_tensors, copy_from_rank_0, require_same_forms
-from laconic.flat import FlatParameters
-from laconic.method import Method, fresh
-from laconic.replica import FlatReplica
+from laconic.comm import Comm
+from laconic.consensus import average_tensors, require_same_forms
+from laconic.method import Method
 from laconic.rules import check_number, check_seed
-from laconic.watch import Watch, checksum
+from laconic.saving import SavingReplica
+from laconic.watch import checksum
+from laconic.wrappers import BareModel, bare_optimizers
 
 MOST_SECONDS = 1e9  # of a time-out; torch counts milliseconds in 64 bits
 
 
-class Worker(FlatReplica):
+class Worker(SavingReplica):
     """Trains a model together with the other workers, for the length of a `with` block around the training loop.
 
     Each process that torchrun starts creates one Worker; under plain `python` it is a run of one worker. All ranks
@@ -38,9 +32,12 @@ class Worker(FlatReplica):
     messages in flight, and every rank then holds the averaged model (see `consensus`).
 
     Args:
-        model: the bare module, on its device and in its dtype, compiled or not. No DDP or FSDP wrapper.
-        optimizer: any `torch.optim` optimizer over parameters of the model. Parameters that it does not train keep
-            rank 0's values.
+        model: the module, on its device and in its dtype, compiled or not. A DistributedDataParallel is unwrapped, and
+            its communication is switched off until the worker ends. No FSDP.
+        optimizer: any `torch.optim` optimizer over parameters of the model, or a list of them, each also in a
+            framework's wrapper. A step is over when each has stepped once. Parameters that none trains keep rank 0's
+            values. Parameters that are unfrozen or added to an optimizer later are taken up in the next step, on all
+            ranks in the same one: all models are averaged, and the method begins anew.
         method: the communication method. The worker uses a copy, `worker.method`.
         timeout: seconds that one wait for other workers may take (at the start at least 60, until all are connected).
             A rank that fails is noticed within seconds; the timeout is for a rank that hangs.
@@ -69,59 +66,17 @@ class Worker(FlatReplica):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         method: Method,
         *,
         timeout: float = 1800.0,
         seed: int = 0,
         comm: Comm | None = None,
     ) -> None:
-        _check_arguments(model, optimizer, timeout, seed, comm)
-        device = next(model.parameters(), torch.empty(0)).device
-        self.model, self.optimizer = model, optimizer
-        _compile_kernels(model, method, device, comm)
-        self.comm = comm or connect(device, timeout)
-        self.step = 0
-        self.generator = torch.Generator().manual_seed(seed)
+        bare, optimizers = _check_arguments(model, optimizer, timeout, seed, comm)
         self.consensus_distance: float | None = None
-        self._in_consensus = False
-        self._known_checkpoints: dict[Path, int] = {}  # by directory, the newest number written or seen while loading
-        self._step_call: FrameType | None = None  # the frame of the call of optimizer.step() that is running
-        try:
-            self.method, self._flat, self.fingerprint = self._join(method)
-            self._control = self.comm.channel("control")
-            copy_from_rank_0(self._control, model, self._flat)
-            self.method.setup(self)
-            self._watch = Watch(self._control, self.method, self._flat, optimizer)
-            self._changes = Changes(model, self._flat, self.method)
-        except BaseException as error:
-            self.comm.fail(error)  # else the other ranks would wait for this one until their timeout
-            raise
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_step_post_hook(self._after_hooks),
-        ]
-        # The method's hook goes first: what other hooks do to x (clamping, an average of weights) must apply to the x
-        # that the method leaves, whichever hook was registered first.
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-
-    def _join(self, method: Method) -> tuple[Method, FlatParameters, Fingerprint]:
-        """Flattens the parameters and compares this rank with the others.
-
-        A rank whose model or method is unfit reports its error to the others before it raises.
-        """
-        try:
-            method = fresh(method)
-            flat = FlatParameters(self.model, self.optimizer)
-        except ValueError as error:
-            require_agreement(self.comm, None, error, finite=True)
-            raise
-        own = fingerprint(self.model, self.optimizer, flat, method)
-        require_agreement(self.comm, own, None, is_finite(flat.x))
-        return method, flat, own
-
-    # What the user calls.
+        self._known_checkpoints = {}
+        super().__init__(bare, optimizers, method, timeout, seed, comm)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -129,7 +84,8 @@ class Worker(FlatReplica):
 
         Parameters and floating-point buffers are averaged, other buffers are those of the first rank that trains. All
         ranks call it. Afterwards this worker's own values are back, bit for bit. `optimizer.step()` is an error
-        inside; a nested `consensus()` gives the same model.
+        inside; a nested `consensus()` gives the same model. After the end of the block it gives the model as it is,
+        which is the averaged one, and communicates nothing.
 
         >>> import laconic
         >>> model = torch.nn.Linear(3, 1)
@@ -137,9 +93,10 @@ class Worker(FlatReplica):
         ...     with worker.consensus() as averaged:
         ...         prediction = averaged(torch.ones(3))
         """
-        if self._in_consensus:
+        if self._in_consensus or self._end == "done":
             yield self.model
             return
+        self._require_running("consensus()")
         own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
         is_equal = self._meet("consensus()")
         self._in_consensus = True
@@ -172,6 +129,7 @@ class Worker(FlatReplica):
         ...     accuracy = torch.tensor(0.5)  # of this worker's data
         ...     worker.average_(accuracy)
         """
+        self._require_running("average_()")
         found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if not self._in_consensus:
             self._pause()
@@ -197,6 +155,7 @@ class Worker(FlatReplica):
         """
         if self._in_consensus:
             raise RuntimeError("worker.reset() must not be called inside consensus(): its changes would be lost")
+        self._require_running("reset()")
         self._watch.finish()
         self._pause()
         checksums = self.comm.meet("reset()", checksum(*self.model.parameters()))
@@ -211,6 +170,7 @@ class Worker(FlatReplica):
         Returns when the others reach `consensus()`, `save()`, `load()` or the end of the block. This rank must call the
         same next, and may serve again afterwards.
         """
+        self._require_running("serve()")
         if self.method.trains(self.rank):
             raise RuntimeError(
                 f"worker.serve() is for a rank without data, and rank {self.rank} trains: "
@@ -222,217 +182,125 @@ class Worker(FlatReplica):
             self._begin_step()
             self._finish_step()
 
-    def save(self, directory: str | Path, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
-        """Writes a checkpoint of model, optimizer, worker and random numbers of all ranks. All ranks call it.
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Lets ranks make different numbers of steps in a `with` block: those that are done first go on answering.
 
-        A crash at any moment leaves the previous checkpoint or this one complete. Another version of laconic reads it
-        if its checkpoint format is the same.
+        All ranks enter it, after the same number of steps, around one pass over their data. A rank whose loop is over
+        takes part in the others' steps without training, until all are done. Then all ranks have the same
+        `worker.step`. A rank that is done does not count in means: `AllReduce`, `QSGD` and `EfficientAdam` average
+        over the ranks that train in the step; `LocalSGD` and `ADPSGD` over those that have trained since the last
+        round; `Divisible` over those that have trained within one sweep, in which their last moves are sent. With
+        gossip ranks step at their own pace anyway, and this does nothing.
 
-        Args:
-            directory: where to write; shared by all machines or local to each. Of one job: a worker refuses to save
-                where it finds a checkpoint that it has neither written nor seen while loading.
-            extra: the user's own state (schedulers, epoch, …): tensors and plain data.
-            keep: how many checkpoints to keep. With 2, a damaged file costs the steps since the one before it.
-
-        Raises:
-            ValueError: `extra` cannot be loaded again, or another job saves to `directory`.
-            OSError: a rank could not write. Nothing of this save is left, and earlier checkpoints stay.
-            FloatingPointError: a rank's parameters are not finite; the message names it, and nothing is saved.
-        """
-        self._meet("save()")
-        checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)
-
-    def load(self, directory: str | Path) -> dict[str, Any]:
-        """Continues from the newest complete checkpoint in `directory`. All ranks call it.
-
-        With as many workers as saved it, training continues bit for bit. With another number, parameters, optimizer
-        state and method state are merged (docs/restarts.md); all ranks must then see the files of all.
-
-        Returns:
-            The `extra` given to `save`.
+        `consensus()`, `save()` and everything else that all ranks must call is an error inside. A scheduler that steps
+        with each batch has made fewer steps on some ranks: let it catch up after the block (docs/uneven.md).
 
         Raises:
-            FileNotFoundError: there is no complete checkpoint.
-            ValueError: the checkpoints are damaged, or the newest is of another model, method, setting or format.
-                Raised on every rank with the reason, and nothing is changed.
-
-        Warns:
-            UserWarning: the newest checkpoint is damaged, and the one before it was loaded.
-        """
-        self._watch.finish()
-        self._pause()
-        return checkpoint.load(self, Path(directory), self._known_checkpoints)
-
-    def export(self, path: str | Path) -> None:
-        """Writes the averaged model to one file, a `state_dict` that `torch.load` reads anywhere. All ranks call it.
-
-        Raises:
-            OSError: the first rank could not write the file; on every rank.
+            NotImplementedError: the method does not support it.
+            ValueError: ranks enter after different numbers of steps, or one is a dedicated server.
 
         >>> import laconic
         >>> model = torch.nn.Linear(3, 1)
-        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
-        ...     worker.export("/tmp/laconic-export-example.pt")
-        >>> sorted(torch.load("/tmp/laconic-export-example.pt", weights_only=True))
-        ['bias', 'weight']
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> with laconic.Worker(model, optimizer, laconic.AllReduce()) as worker:
+        ...     for epoch in range(2):
+        ...         with worker.join():
+        ...             for batch in torch.ones(5, 3):
+        ...                 model(batch).backward()
+        ...                 optimizer.step()
+        >>> worker.step
+        10
         """
-        with self.consensus():
-            checkpoint.export(self, Path(path))
+        self._join = self._enter_join()
+        try:
+            yield
+            if self._join is not None:
+                self._stepping.require_complete("the end of join()")
+                self._answer_others(self._join)
+        finally:
+            self._join = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns parameters, step, the method's state and the generator's state; not the optimizer's state."""
-        return {
-            "x": self.x.clone(),
-            "step": self.step,
-            "method": checkpoint.cloned(self.method.state_dict()),
-            "generator": self.generator.get_state(),
-        }
+    def shard(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
+        """Returns a sampler for this rank's part of a dataset, for `DataLoader(dataset, sampler=…)`.
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continues from what `state_dict` returned on this rank. If it does not fit, raises and changes nothing."""
-        checkpoint.check_worker(self, saved)
-        with torch.no_grad():
-            self.x.copy_(saved["x"])
-        self.step, self._step_call = saved["step"], None
-        self.method.load_state_dict(checkpoint.cloned(saved["method"]))
-        self.generator.set_state(saved["generator"])
-        self._changes.forget()
+        Args:
+            dataset: the same on all ranks.
+            options: of `torch.utils.data.DistributedSampler`: shuffle, seed, drop_last. Its default repeats some
+                samples so that all ranks have equally many. Call `set_epoch` before each epoch.
+
+        Raises:
+            RuntimeError: this rank is a server without data.
+
+        >>> import laconic
+        >>> model, data = torch.nn.Linear(3, 1), torch.utils.data.TensorDataset(torch.ones(8, 3))
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
+        ...     list(worker.shard(data, shuffle=False))
+        [0, 1, 2, 3, 4, 5, 6, 7]
+        """
+        trainers = [rank for rank in range(self.size) if self.method.trains(rank)]
+        if self.rank not in trainers:
+            raise RuntimeError(f"shard() is for ranks that train, and rank {self.rank} is a server without data")
+        return DistributedSampler(dataset, num_replicas=len(trainers), rank=trainers.index(self.rank), **options)
+
+    def start(self) -> Self:
+        """Does what entering the `with` block does, for frameworks with separate hooks for start and end.
+
+        The worker is at work since it was created, so this only returns it. Call `close()` at the end.
+
+        Raises:
+            RuntimeError: the worker has ended; create another one.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> worker = laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()).start()
+        >>> worker.close()
+        """
+        self._require_running("start()")
+        return self
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Does what leaving the `with` block does: all ranks wait for each other and then hold the averaged model.
+
+        Afterwards parameters have memory of their own again. Further calls do nothing.
+
+        Args:
+            error: the exception that ended training. The other ranks are told of it, and nothing is averaged.
+        """
+        if self._end != "no":
+            return
+        self._stepping.remove()
+        try:
+            if error is None:
+                self._settle("the end of the worker")
+                self.comm.close()
+            else:
+                self.comm.fail(error)
+        except BaseException as late:
+            error = late
+            self.comm.fail(late)
+            raise
+        finally:
+            self._end = "done" if error is None else "failed"
+            self._flat.release()
+            self._bare.restore()
 
     def __enter__(self) -> Self:
-        return self
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        if error is not None:
-            self.comm.fail(error)
-            return
-        try:
-            is_equal = self._meet("the end of the worker")
-            # Weights that all ranks have loaded, say the best ones, are the result: messages in flight do not change
-            # them.
-            agreed = self.x.clone() if is_equal else None
-            with torch.no_grad():
-                self.method.drain(self)
-                if agreed is not None:
-                    self.x.copy_(agreed)
-            self._average_model(is_equal)
-            self.comm.close()
-        except BaseException as late:
-            self.comm.fail(late)
-            raise
-
-    # One step: the optimizer's pre-step hook, the optimizer itself, its post-step hook.
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        caller = sys._getframe(1)
-        if self._step_call is not None:
-            if _is_within(self._step_call, caller):
-                return  # a step() that calls its parent class's step(): torch runs all hooks for both
-            raise RuntimeError(f"optimizer.step() failed at step {self.step}: continue from a checkpoint")
-        # torch passes the optimizer itself as args[0]; any other argument must be a closure.
-        if any(argument is not None and argument is not optimizer for argument in (*args, *kwargs.values())):
-            raise ValueError("optimizer.step() must be called without a closure: compute gradients before calling it")
-        if self._in_consensus:
-            raise RuntimeError("optimizer.step() must not be called inside consensus(): its changes would be lost")
-        if not self.method.trains(self.rank):
-            raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
-        self._flat.check()
-        self._changes.check(self.step, self.size)
-        self._watch.before_step(caller)
-        self._begin_step()
-        self._step_call = caller
-        # The last hook of all, so that what the user's hooks do to x counts as a part of the step.
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id)  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def _begin_step(self) -> None:
-        self.step += 1
-        self.meter.begin_step(self.step)
-        start = self.comm.now()
-        self.method.before_step(self)
-        self.meter.add_method(self.comm.now() - start)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # No decorator here and on _before_step: it would add a frame between this one and optimizer.step().
-        if sys._getframe(1) is not self._step_call:
-            return
-        self._step_call = None
-        self._finish_step()
-
-    @torch.no_grad()
-    def _finish_step(self) -> None:
-        start = self.comm.now()
-        self.method.after_step(self)
-        self._watch.after_step(self)
-        self.meter.add_method(self.comm.now() - start)
-        self.meter.end_step()
-
-    def _after_hooks(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._step_call is None:  # not in a step() that is called by another step()
-            self._changes.end_step()
-
-    def _meet(self, what: str) -> bool:
-        """Waits for all ranks between two steps, and compares them. Returns whether all hold the same x."""
-        self._watch.finish()
-        self._pause()
-        is_equal = self._watch.compare(self.comm.meet(what, self._watch.note(self)), self)
-        self._changes.check(self.step, self.size, is_agreed=is_equal)
-        return is_equal
-
-    @torch.no_grad()
-    def _pause(self) -> None:
-        self.method.pause(self)
-
-    def _trainers(self) -> list[int]:
-        return [rank for rank in self.comm.members if self.method.trains(rank)]
-
-    def _weight(self) -> float:
-        """Returns how often this rank's values count in a mean over all members that stands for one over trainers."""
-        trainers = self._trainers()
-        return len(self.comm.members) / len(trainers) if self.rank in trainers else 0.0
-
-    def _average_model(self, is_equal: bool) -> None:
-        tensors = [self.x, *self.model.buffers()]
-        local = [tensor.clone() for tensor in tensors] if self.comm.can_lose_members else []
-
-        def average() -> None:
-            for tensor, value in zip(tensors, local, strict=False):
-                tensor.copy_(value)  # in case an attempt has failed
-            average_model(self._control, self.model, self.x, self._trainers(), self._weight(), is_equal=is_equal)
-
-        with torch.no_grad():
-            self._control.among_members("the average of all models", average)
+        self.close(error)
 
 
-def _check_arguments(model: object, optimizer: object, timeout: object, seed: object, comm: object) -> None:
+def _check_arguments(
+    model: object, optimizer: object, timeout: object, seed: object, comm: object
+) -> tuple[BareModel, list[torch.optim.Optimizer]]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise ValueError(
-            f"optimizer must run torch's step hooks, and {type(optimizer).__name__} is a wrapper that does not: pass "
-            f"the optimizer inside it (of Accelerate: optimizer.optimizer)"
-        )
     check_number("timeout", timeout, most=MOST_SECONDS, above=0)
     check_seed(seed)
     if comm is not None and not isinstance(comm, Comm):
         raise ValueError(f"comm must be None or a laconic.Comm, not {comm!r}")
-
-
-def _compile_kernels(model: nn.Module, method: Method, device: torch.device, comm: Comm | None) -> None:
-    """Compiles what the method needs before this rank connects, so that the others' time-outs do not include it."""
-    if device.type == "cpu" and isinstance(method, Method):
-        workers = comm.size if comm is not None else expected_size()
-        numel = sum(p.numel() for p in model.parameters() if not is_lazy(p))  # lazy ones are rejected later
-        kernels.prepare(method.kernels(numel, workers))
-
-
-def _is_within(call: FrameType, frame: FrameType | None) -> bool:
-    """Returns whether `frame` is `call` or was called from it."""
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is call
+    return BareModel(model), bare_optimizers(optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
-from tests.helpers import Silent, build_model, rank, train_step, worker_of
+from tests.helpers import Silent, build_model, rank, sgd, train_step, worker_of
 
 
 def test_buffers_and_frozen_parameters_come_from_rank_0_and_are_averaged() -> None:
@@ -106,3 +108,38 @@ def test_a_step_inside_consensus_is_refused() -> None:
     model = build_model()
     with worker_of(model) as worker, worker.consensus(), pytest.raises(RuntimeError, match=r"inside consensus\(\)"):
         train_step(model, worker.optimizer, 0, 0)
+
+
+# Not on all ranks
+
+
+@pytest.mark.parametrize("others", ["step", "end", "compute"])
+def test_consensus_on_rank_0_alone_says_that_all_ranks_must_call_it(others: str) -> None:
+    """As most people write it: if rank == 0: evaluate()."""
+
+    def run() -> str:
+        model = build_model()
+        method = laconic.AllReduce() if others == "step" else laconic.LocalSGD(1000)
+        try:
+            with laconic.Worker(model, sgd(model), method, timeout=1 if others == "compute" else 60) as worker:
+                train_step(model, worker.optimizer, worker.rank, 0)
+                if worker.rank == 0:
+                    with worker.consensus():
+                        pass
+                elif others == "compute":
+                    time.sleep(5)
+                elif others == "step":
+                    train_step(model, worker.optimizer, worker.rank, 1)
+        except laconic.PeerError as error:
+            return str(error)
+        return "no error"
+
+    texts = laconic.spawn(run, 3)
+    for text in texts:
+        assert 'consensus() must be called on every rank, not only under "if rank == 0:"' in text, text
+    names = {
+        "step": "rank 0 has been at consensus() since its step 1",
+        "end": "rank 0: consensus() (step 1); rank 1: the end of the worker (step 1); rank 2: the end",
+        "compute": "waited 1 s for ranks 1, 2",
+    }
+    assert names[others] in texts[0]

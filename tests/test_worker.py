@@ -276,12 +276,6 @@ def test_a_method_that_forgot_dataclass() -> None:
     expect_refused("Forgot has fields, so it must be decorated with @dataclass", Forgot())
 
 
-def test_closures_are_refused() -> None:
-    model = build_model()
-    with worker_of(model) as worker, pytest.raises(ValueError, match="without a closure"):
-        worker.optimizer.step(lambda: 0.0)
-
-
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_bad_timeout(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout must be a finite number above 0"):
@@ -314,15 +308,3 @@ def test_training_cannot_continue_after_a_failed_step() -> None:
         worker.load_state_dict(saved)
         train_step(model, optimizer, 0, 1)
         assert worker.step == 2
-
-
-def test_a_wrapped_optimizer_is_refused() -> None:
-    """Such as Accelerate's: it is an Optimizer by its class, but passes nothing of one on except `step`."""
-
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(ValueError, match=r"Wrapper is a wrapper .* pass the optimizer inside it"):
-        laconic.Worker(model, Wrapper(torch.optim.SGD(model.parameters())), laconic.AllReduce())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.agreement import Fingerprint
-from laconic.checkpoint.optimizers import check_optimizer, merge_optimizers
+from laconic.checkpoint.optimizers import check_optimizers, collect_optimizers, load_optimizers, merge_optimizers
 from laconic.comm import Comm
 from laconic.forms import Fields, Plain, Vector, Whole, form_of, short
 from laconic.method import Method, Replica, mean_of, with_tensors
@@ -21,7 +21,7 @@ class Saveable(Replica, Protocol):
 
     comm: Comm
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     method: Method
     step: int
     fingerprint: Fingerprint
@@ -36,7 +36,7 @@ def collect(worker: Saveable, extra: dict[str, Any]) -> dict[str, Any]:
     """Returns the content of this rank's file."""
     return {
         "model": bare(worker.model).state_dict(),
-        "optimizer": worker.optimizer.state_dict(),
+        "optimizer": collect_optimizers(worker.optimizers),
         "worker": worker.state_dict(),
         "random": _random_state(worker.x.device),
         "extra": extra,
@@ -50,7 +50,7 @@ def check_content(worker: Saveable, content: Any) -> None:
     if not isinstance(content, dict) or content.keys() != {*names, "extra"}:
         raise ValueError(f"the file must have the keys {[*names, 'extra']}, not {short(list(content))}")
     _check_model(bare(worker.model), content["model"])
-    check_optimizer(worker.optimizer, content["optimizer"])
+    check_optimizers(worker.optimizers, content["optimizer"])
     check_worker(worker, content["worker"])
     random = content["random"]
     Fields(dict.fromkeys({"cpu", *random} & {"cpu", "cuda"} if isinstance(random, dict) else {"cpu"}, anything)).check(
@@ -105,7 +105,7 @@ def _check_generator(what: str, state: Any, device: str) -> None:
 def apply(worker: Saveable, content: dict[str, Any]) -> None:
     """Puts checked content into the worker."""
     bare(worker.model).load_state_dict(content["model"])
-    worker.optimizer.load_state_dict(content["optimizer"])
+    load_optimizers(worker.optimizers, content["optimizer"])
     worker.load_state_dict(content["worker"])
     torch.set_rng_state(content["random"]["cpu"])
     if "cuda" in content["random"] and torch.cuda.is_available():

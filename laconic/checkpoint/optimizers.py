@@ -1,9 +1,13 @@
-"""Checks the saved state of an optimizer, and merges the states of several ranks."""
+"""Collects, checks and loads the state of optimizers, and merges the states of several ranks.
+
+The state of one optimizer is its `state_dict`; that of several is the list of theirs.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +24,27 @@ NOT_NEGATIVE = {
     *("row_var", "col_var", "variance", "eta", "mu", "mu_product"),
 }
 OPTIONAL = ("momentum_buffer",)  # of SGD, which has it only after a step with momentum
+
+
+def collect_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Returns what a checkpoint contains of the optimizers."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    return states if len(states) > 1 else states[0]
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], saved: Any) -> None:
+    """Raises a ValueError if the optimizers must not load this. Changes nothing."""
+    states = saved if len(optimizers) > 1 else [saved]
+    if not isinstance(states, list) or len(states) != len(optimizers):
+        raise ValueError(f"optimizer must be a list of the state of {len(optimizers)} optimizers, not {short(saved)}")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        check_optimizer(optimizer, state)
+
+
+def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], saved: Any) -> None:
+    """Loads what `check_optimizers` has checked."""
+    for optimizer, state in zip(optimizers, saved if len(optimizers) > 1 else [saved], strict=True):
+        optimizer.load_state_dict(state)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
@@ -138,8 +163,14 @@ def _may_be(name: str, value: Any) -> bool:
     return (name == "step" and type(value) in (int, float)) or (name in OPTIONAL and value is None)
 
 
-def merge_optimizers(saved: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_optimizers(saved: list[Any]) -> Any:
     """Returns the mean of the ranks' moments, over the ranks that have them; counts of steps are the largest one."""
+    if isinstance(saved[0], list):
+        return [_merge(list(of_ranks)) for of_ranks in zip(*saved, strict=True)]
+    return _merge(saved)
+
+
+def _merge(saved: list[dict[str, Any]]) -> dict[str, Any]:
     state: dict[Any, Any] = {}
     for number in sorted({number for one in saved for number in one["state"]}):
         entries = [one["state"][number] for one in saved if one["state"].get(number)]

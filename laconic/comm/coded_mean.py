@@ -74,6 +74,7 @@ class Transfer:
     sent: Tensor  # this rank's quantized vector, uint8 (fp32 where nothing is quantized)
     pending: Pending[Any]  # a message from each rank (the average itself where nothing is quantized)
     sent_at: int  # the training step, for error messages
+    counted: Sequence[int]  # the ranks whose vectors are averaged
 
     def state_dict(self) -> dict[str, Any]:
         """Waits for the messages and returns them with the rest, for `CodedMean.restore`."""
@@ -149,17 +150,20 @@ class CodedMean:
         rank, size = self._comm.rank, self._comm.size
         return sum(self._sent_nbytes) - self._sent_nbytes[rank] + (size - 1) * self._answer_nbytes[rank]
 
-    def send(self, vector: Tensor, *, step: int) -> Transfer:
+    def send(self, vector: Tensor, *, step: int, counted: Sequence[int] | None = None) -> Transfer:
         """Quantizes `vector` and starts sending each part to its owner.
 
-        On a rank that is not among the workers, the entries of `vector` do not matter. Stochastic compressors draw by
-        `step`: give every vector a new one.
+        Args:
+            vector: on a rank that does not count, its entries do not matter, and its residual stays as it is.
+            step: stochastic compressors draw by it; give every vector a new one.
+            counted: the ranks whose vectors are averaged, the same on all ranks; all workers by default.
         """
-        if self._trains:
+        counted = self.workers if counted is None else [rank for rank in self.workers if rank in counted]
+        if self._comm.rank in counted:
             sent = self._up.encode(vector, self.residual, step)
         else:
-            sent = torch.empty(0, dtype=torch.uint8, device=vector.device)
-        return Transfer(step, sent, self._start(sent), self._comm.meter.step)
+            sent = torch.zeros(sum(self._sent_nbytes), dtype=torch.uint8, device=vector.device)
+        return Transfer(step, sent, self._start(sent), self._comm.meter.step, counted)
 
     def _start(self, sent: Tensor) -> Pending[list[Tensor]]:
         return self._comm.all_to_all_async(torch.split(sent, self._sent_nbytes), lengths=self._received_nbytes)
@@ -167,7 +171,7 @@ class CodedMean:
     def answer(self, transfer: Transfer) -> None:
         """Waits for the workers' messages, averages the parts that this rank owns, and starts sending the average."""
         received = transfer.pending.wait()
-        average = self._average([received[rank] for rank in self.workers], transfer.step)
+        average = self._average([received[rank] for rank in transfer.counted], transfer.step)
         if average is None:
             answer = self._down_owned.not_finite(transfer.sent.device)
         else:
@@ -193,18 +197,22 @@ class CodedMean:
         return self._down.decode(torch.cat(answers), out, transfer.step)
 
     def own(self, transfer: Transfer) -> Tensor:
-        """Returns this worker's contribution to the average: its vector as the owners dequantize it."""
+        """Returns this worker's contribution to the average: its vector as the owners dequantize it, or zeros."""
+        if self._comm.rank not in transfer.counted:
+            return torch.zeros(self._up.numel, dtype=torch.float32, device=transfer.sent.device)
         return self._up.decode(transfer.sent, None, transfer.step)
 
-    def average(self, vector: Tensor, *, step: int, out: Tensor | None = None) -> Tensor:
+    def average(
+        self, vector: Tensor, *, step: int, counted: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Sends, answers and receives in a row."""
-        transfer = self.send(vector, step=step)
+        transfer = self.send(vector, step=step, counted=counted)
         self.answer(transfer)
         return self.receive(transfer, out)
 
     def restore(self, saved: dict[str, Any], device: torch.device | None = None) -> Transfer:
         """Returns the transfer that `Transfer.state_dict` has saved; it continues with the verb that came next."""
-        return _restore(saved, device)
+        return _restore(saved, self.workers, device)
 
     def check_saved(self, what: str, saved: Any, step: int, answered: bool) -> None:
         """Raises a ValueError if `restore` must not take this: its messages are not valid codes of these parts."""
@@ -267,7 +275,8 @@ class GatheredMean(CodedMean):
         """Does nothing: there is no second hop."""
 
     def receive(self, transfer: Transfer, out: Tensor | None = None) -> Tensor:
-        average = self._average(transfer.pending.wait(), transfer.step)
+        received = transfer.pending.wait()
+        average = self._average([received[rank] for rank in transfer.counted], transfer.step)
         if average is None:
             self._raise_not_finite(transfer)
         return average if out is None else out.copy_(average)
@@ -282,21 +291,24 @@ class PlainMean:
     def __init__(self, comm: Comm, numel: int) -> None:
         self._comm, self._numel = comm, numel
 
-    def send(self, vector: Tensor, *, step: int) -> Transfer:
-        return Transfer(step, vector, self._comm.mean_async(vector), self._comm.meter.step)
+    def send(self, vector: Tensor, *, step: int, counted: Sequence[int] | None = None) -> Transfer:
+        counted = range(self._comm.size) if counted is None else counted
+        sent = vector if self._comm.rank in counted else torch.zeros_like(vector)
+        return Transfer(step, sent, self._comm.mean_async(sent), self._comm.meter.step, counted)
 
     def answer(self, transfer: Transfer) -> None:
         """Does nothing: there is no second hop."""
 
     def receive(self, transfer: Transfer) -> Tensor:
         average: Tensor = transfer.pending.wait()
-        return average
+        share = len(transfer.counted) / self._comm.size
+        return average if share == 1 else average / share
 
     def own(self, transfer: Transfer) -> Tensor:
         return transfer.sent
 
     def restore(self, saved: dict[str, Any], device: torch.device | None = None) -> Transfer:
-        return _restore(saved, device)
+        return _restore(saved, range(self._comm.size), device)
 
     def check_saved(self, what: str, saved: Any, step: int, answered: bool) -> None:
         sent = saved.get("sent") if isinstance(saved, dict) else None
@@ -310,10 +322,10 @@ def _transfer_form(step: int, sent: Form, arrived: Form) -> Fields:
     return Fields({"step": Whole(0, step), "sent": sent, "arrived": arrived, "sent_at": Whole(0, step)})
 
 
-def _restore(saved: dict[str, Any], device: torch.device | None) -> Transfer:
+def _restore(saved: dict[str, Any], counted: Sequence[int], device: torch.device | None) -> Transfer:
     arrived = saved["arrived"]  # one tensor, or one from each rank
     arrived = [one.to(device) for one in arrived] if isinstance(arrived, list) else arrived.to(device)
-    return Transfer(saved["step"], saved["sent"].to(device), Arrived(arrived), saved["sent_at"])
+    return Transfer(saved["step"], saved["sent"].to(device), Arrived(arrived), saved["sent_at"], counted)
 
 
 class _Coder:

@@ -112,7 +112,10 @@ class Register:
             places = "; ".join(
                 f"rank {rank}: {w} (step {s})" for rank, (w, s, *_) in zip(self.members, signed, strict=True)
             )
-            raise PeerError(f"the ranks wait at different places, and all must come to the same one: {places}")
+            raise PeerError(
+                f"the ranks wait at different places, and all must come to the same one: {places}"
+                f"{''.join({_hint(other[0]) for other in signed})}"
+            )
         return [note for _, _, note, _ in signed]
 
     def _wait_for_members(self, number: int, what: str, step: int, timeout: float) -> None:
@@ -165,7 +168,7 @@ class Register:
         """Returns the error for a meeting to which some ranks did not come in time."""
         doing = f"{what} at step {step}"
         if self.lifeline.is_started:
-            return self.roll_call(doing, f"waited {timeout:g} s for {ranks(missing)}", missing)
+            return self.roll_call(doing, f"waited {timeout:g} s for {ranks(missing)}{_hint(what)}", missing)
         return PeerError(f"rank {self.rank}: {doing} waited {timeout:g} s for {ranks(missing)}")
 
     def raise_if_failed(self, doing: str) -> None:
@@ -248,7 +251,7 @@ class Register:
             if started.get(sequence, 0) < number:
                 raise PeerError(
                     f"rank {self.rank}: {doing} cannot complete: rank {rank} has been at {what} since its step {step}, "
-                    f"and all ranks must come there"
+                    f"and all ranks must come there{_hint(what)}"
                 )
 
     def _raise_if_dropped(self, doing: str, participants: Mapping[int, str]) -> None:
@@ -361,6 +364,15 @@ class Heartbeats:
 
 def heartbeat_key(rank: int) -> str:
     return f"gossip/heartbeat/{rank}"
+
+
+def _hint(what: str) -> str:
+    """Returns what to do about ranks that did not come to a meeting, if users make it by a call: `consensus()`, ….
+
+    >>> _hint("consensus()"), _hint("the end of the worker")
+    ('; consensus() must be called on every rank, not only under "if rank == 0:"', '')
+    """
+    return f'; {what} must be called on every rank, not only under "if rank == 0:"' if what.endswith("()") else ""
 
 
 def ranks(numbers: list[int]) -> str:

@@ -100,9 +100,15 @@ class ADPSGD(Averaging):
         bounds = {"period": Whole(1, self.max_period), "steps_since_round": Whole(0, self.max_period - 1)}
         return super().state_forms(step) | bounds
 
+    def sends(self, worker: Replica) -> bool:
+        return self._is_due(worker.step + 1, self.steps_since_round + 1)
+
+    def _is_due(self, step: int, since_round: int) -> bool:
+        return since_round >= (1 if step <= self.warmup else self.period)
+
     def after_step(self, worker: Replica) -> None:
         self.steps_since_round += 1
-        if self.steps_since_round < (1 if worker.step <= self.warmup else self.period):
+        if not self._is_due(worker.step, self.steps_since_round):
             return
         S = self.average(worker, self.moments, self.compressor)
         if worker.step > self.warmup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from laconic.method import Method, Replica
 
@@ -25,9 +25,14 @@ class AllReduce(Method):
     ...     optimizer.step()
     """
 
+    steps_alike: ClassVar[bool] = True
+
     def before_step(self, worker: Replica) -> None:
         packed = worker.pack_gradient()
-        worker.unpack_gradient(worker.comm.mean(packed, out=packed))
+        worker.unpack_gradient(worker.mean(packed, out=packed))
+
+    def sent_until(self, worker: Replica) -> int:
+        return worker.step
 
     def common(self, worker: Replica) -> Literal["x"]:
         return "x"

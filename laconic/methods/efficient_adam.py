@@ -167,7 +167,7 @@ class EfficientAdam(Method):
         for chunk in self._chunks:
             for x, x_start, u in chunk.views:
                 torch.sub(x, x_start, out=u)
-            transfers.append(chunk.mean.send(chunk.u, step=worker.step))
+            transfers.append(chunk.mean.send(chunk.u, step=worker.step, counted=worker.counted))
         for chunk, transfer in zip(self._chunks, transfers, strict=True):
             chunk.mean.answer(transfer)
         for chunk, transfer in zip(self._chunks, transfers, strict=True):
@@ -186,11 +186,14 @@ class EfficientAdam(Method):
     def common(self, worker: Replica) -> Literal["x"]:
         return "x"
 
+    def sent_until(self, worker: Replica) -> int:
+        return worker.step
+
     def _average_moments(self, worker: Replica) -> None:
         for vector in worker.moments().values():
             if not self.trains(worker.comm.rank):
                 vector.zero_()
-            worker.comm.mean(vector, out=vector)
+            worker.mean(vector, out=vector)
             if self.dedicated:  # the mean has counted the server's zeros
                 vector *= worker.comm.size / len(self._workers)
 

@@ -53,6 +53,9 @@ class LocalSGD(Averaging):
     def state_forms(self, step: int) -> dict[str, Form]:
         return super().state_forms(step) | {"steps_since_round": Whole(0, self.period - 1)}
 
+    def sends(self, worker: Replica) -> bool:
+        return self.steps_since_round + 1 >= self.period
+
     def after_step(self, worker: Replica) -> None:
         self.steps_since_round += 1
         if self.steps_since_round == self.period:

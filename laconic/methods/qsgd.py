@@ -41,6 +41,7 @@ class QSGD(Method):
     """
 
     paper: ClassVar[str] = "arXiv 1610.02132"
+    steps_alike: ClassVar[bool] = True
 
     bits: int = 8
     block: int = 2048
@@ -65,9 +66,12 @@ class QSGD(Method):
         packed = worker.pack_gradient()
         gradient, flags = packed.tensor_split([worker.x.numel()])
         gathered = worker.comm.all_gather_async(flags.to(torch.uint8))
-        self._mean.average(gradient, step=worker.step, out=gradient)
+        self._mean.average(gradient, step=worker.step, counted=worker.counted, out=gradient)
         flags.copy_(torch.stack(gathered.wait()).amax(dim=0))
         worker.unpack_gradient(packed)
+
+    def sent_until(self, worker: Replica) -> int:
+        return worker.step
 
     def common(self, worker: Replica) -> Literal["x"]:
         return "x"

@@ -81,7 +81,7 @@ class Averaging(Method):
         self.mean_variance += (self.variance - self.mean_variance) * steps / worker.step
         if moments == "averaged":
             for vector in worker.moments().values():
-                worker.comm.mean(vector, out=vector)
+                worker.mean(vector, out=vector)
         return self.variance
 
     def _average_exactly(self, worker: Replica) -> tuple[float, float]:
@@ -100,10 +100,10 @@ class Averaging(Method):
         difference = worker.x - self.anchor
         local = torch.tensor([squared_norm(difference)], dtype=torch.float64, device=difference.device)
         squares = worker.comm.all_gather_async(local)
-        self._mean.average(difference, step=self.rounds, out=difference)
+        self._mean.average(difference, step=self.rounds, counted=worker.counted, out=difference)
         self.anchor += difference
         worker.x.copy_(self.anchor)
-        mean = torch.cat(squares.wait()).mean().item()
+        mean = torch.cat(squares.wait())[worker.counted].mean().item()
         of_mean = squared_norm(difference)
         return mean - of_mean, of_mean
 
@@ -136,6 +136,9 @@ class Averaging(Method):
     def common(self, worker: Replica) -> Literal["nothing", "x"]:
         return "x" if self.rounds and self.steps_since_round == 0 else "nothing"
 
+    def sent_until(self, worker: Replica) -> int:
+        return worker.step - self.steps_since_round
+
     def metrics(self) -> dict[str, float]:
         if self.variance is None:
             return {}
@@ -150,7 +153,7 @@ def mean_with_scalar(worker: Replica, scalar: float) -> float:
     both = worker.x_and_scalar
     message = both if torch.finfo(both.dtype).bits >= 32 else both.float()
     message[-1] = scalar
-    worker.comm.mean(message, out=message)
+    worker.mean(message, out=message)
     if message is not both:
         both.copy_(message)
     return float(message[-1])

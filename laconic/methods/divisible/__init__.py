@@ -154,7 +154,7 @@ class Divisible(Method):
         self._hops = 1 if self.background is None else self.hops or (1 if comm.size <= FEW else 2)
         quantized = self._hops == 1 and self.background is not None
         self._foreground = ForegroundAverages(comm, is_quantized=quantized)
-        if is_adam(worker.optimizer):
+        if any(map(is_adam, worker.optimizers)):
             self._stretch = Stretch(worker)
         if self.period is None:
             return
@@ -214,7 +214,8 @@ class Divisible(Method):
         self._finish_foreground(worker, foreground)
         if self.period is not None and not any(overlap(piece, flight.piece) for flight in self._flights):
             working += self._timed(comm, lambda: self._send(worker, piece))
-            if self._pace is not None and self._pace.is_measuring(worker.step):
+            # A rank that has run out of data computes nothing: that would be mistaken for fast computing.
+            if self._pace is not None and self._pace.is_measuring(worker.step) and not worker.anyone_done:
                 self._measure(worker, self._pace, computed, working)
         self._note_waiting(comm)
 
@@ -231,7 +232,7 @@ class Divisible(Method):
         if any(overlap(block, flight.piece) for flight in self._flights):
             return None  # the background is about to average these entries
         mean = self._foreground.get(block.stop - block.start)
-        transfer = mean.send(self._unsent(worker, block), step=worker.step)
+        transfer = mean.send(self._unsent(worker, block), step=worker.step, counted=worker.counted)
         return Flight(block, worker.step, [mean], [transfer])
 
     def _finish_foreground(self, worker: Replica, flight: Flight | None) -> None:
@@ -246,7 +247,10 @@ class Divisible(Method):
             vectors.append(self._correction.take(piece, worker.step))
             codes.append(None if self.background is None else GRADIENT)
         means = [self._background.get(piece, code, is_move=i == 0) for i, code in enumerate(codes)]
-        transfers = [mean.send(vector, step=worker.step) for mean, vector in zip(means, vectors, strict=True)]
+        transfers = [
+            mean.send(vector, step=worker.step, counted=worker.counted)
+            for mean, vector in zip(means, vectors, strict=True)
+        ]
         self._flights.append(Flight(piece, worker.step + self.delay, means, transfers))
 
     def _apply_due(self, worker: Replica, step: int) -> None:
@@ -260,10 +264,11 @@ class Divisible(Method):
                 self._flights.append(flight)
             else:
                 (average, own), *gradient = flight.receive()
-                if not self.corrected:
+                has_counted = worker.comm.rank in flight.transfers[0].counted
+                if not self.corrected and has_counted:
                     self._watch.add(worker.step, flight.piece.stop == worker.x.numel(), average, own)
                 self._apply(worker, flight.piece, average, own)
-                if self._correction is not None:
+                if self._correction is not None and has_counted:
                     self._correction.put(flight.piece, *gradient[0])
 
     def drain(self, worker: Replica) -> None:
@@ -288,6 +293,11 @@ class Divisible(Method):
 
     def common(self, worker: Replica) -> Literal["step"]:
         return "step"
+
+    def sent_until(self, worker: Replica) -> int:
+        """A rank's moves are sent piece by piece, in one sweep."""
+        sweep = self.ratio if self.period is None else max(self._period, self._journey)
+        return worker.step + 1 - sweep
 
     @staticmethod
     def _timed(comm: Comm, work: Callable[[], None]) -> float:

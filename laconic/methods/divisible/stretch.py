@@ -91,17 +91,25 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 class Stretch:
-    """Stretches the steps of torch's Adam or AdamW, and keeps what that needs: one vector, two counts a parameter."""
+    """Stretches the steps of torch's Adam or AdamW, and keeps what that needs: one vector, two counts a parameter.
+
+    Parameters that another kind of optimizer trains are left alone.
+    """
 
     def __init__(self, worker: Replica) -> None:
         kind = torch.promote_types(worker.x.dtype, torch.float32)
         self.q = torch.zeros_like(worker.x, dtype=kind)  # running mean of m̂² (d)
         self.counts: list[int] = []  # of each parameter's Adam steps
         self.seen: list[int] = []  # the same since this object was made: the optimizer may have made steps before
-        # Indices, since `optimizer.load_state_dict` replaces the groups themselves.
-        places = {id(p): i for i, group in enumerate(worker.optimizer.param_groups) for p in group["params"]}
-        self._group_of = [places[id(p)] for p in worker.parameters]
-        self._optimizer = worker.optimizer
+        # Of each parameter: its optimizer, if that is Adam, and its group's index, since `optimizer.load_state_dict`
+        # replaces the groups themselves.
+        places = {
+            id(p): (optimizer, i)
+            for optimizer in filter(is_adam, worker.optimizers)
+            for i, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        self._places = [places.get(id(p)) for p in worker.parameters]
         self._numels = [p.numel() for p in worker.parameters]
         self._workers = worker.comm.size
         self._v = worker.x[:0]  # the optimizer's, from the first step on
@@ -112,11 +120,15 @@ class Stretch:
 
         In the first `steps` steps all of Q is refreshed: where Q is still 0, all would be taken for noise.
         """
+        self._workers = len(worker.counted)
         moments = worker.moments()
         if not moments:
             return  # no parameter has had a gradient yet
         if not self.counts:
-            self.counts = [_steps_so_far(worker.optimizer, p) - (p.grad is not None) for p in worker.parameters]
+            self.counts = [
+                _steps_so_far(place[0], p) - (p.grad is not None) if place else 0
+                for place, p in zip(self._places, worker.parameters, strict=True)
+            ]
             self.seen = [0] * len(self.counts)
         self._v = moments["exp_avg_sq"]
         vectors = worker.x, moments["exp_avg"], moments["exp_avg_sq"], self.q
@@ -130,21 +142,31 @@ class Stretch:
 
     def _segments(self, worker: Replica, steps: int) -> Iterator[tuple[slice, Factors]]:
         """Yields neighbouring parameters that were moved by this step with the same settings, as one slice of x."""
-        keys = []
-        for i, gradient in enumerate(worker.gradients()):
-            moved = gradient is not None
-            self.counts[i] += moved
-            self.seen[i] += moved
-            keys.append((self._group_of[i], self.counts[i], self.seen[i]) if moved else None)
+        keys: list[tuple[int, int, int, int] | None] = []
+        for i, (gradient, place) in enumerate(zip(worker.gradients(), self._places, strict=True)):
+            if gradient is None or place is None:
+                keys.append(None)
+                continue
+            self.counts[i] += 1
+            self.seen[i] += 1
+            keys.append((id(place[0]), place[1], self.counts[i], self.seen[i]))
         start, first = 0, 0
         for i in range(1, len(keys) + 1):
             if i < len(keys) and keys[i] == keys[first]:
                 continue
             stop = start + sum(self._numels[first:i])
             if keys[first] is not None:
-                group = self._optimizer.param_groups[self._group_of[first]]
+                group = self._group(first)
                 yield slice(start, stop), Factors.of(group, self.counts[first], self.seen[first], steps, self._workers)
             start, first = stop, i
+
+    def _group(self, i: int) -> dict[str, Any]:
+        """Returns the settings of Adam for parameter number `i`."""
+        place = self._places[i]
+        assert place is not None  # Adam trains it
+        optimizer, group = place
+        found: dict[str, Any] = optimizer.param_groups[group]
+        return found
 
     def _call(self, name: str, *arguments: Any) -> None:
         *vectors, factors = arguments
@@ -158,12 +180,16 @@ class Stretch:
 
     def mean_stretch(self) -> float:
         """Returns the mean of ρ over some entries, for metrics; 1 before the first step."""
-        v = self._v[:SAMPLE].double()
+        of_adam = [place is not None for place in [*self._places, None]]
+        first = of_adam.index(True)
+        start, stop = (sum(self._numels[:i]) for i in (first, of_adam.index(False, first)))
+        entries = slice(start, min(start + SAMPLE, stop))
+        v = self._v[entries].double()
         if not len(v):
             return 1.0
-        beta1, beta2 = map(float, self._optimizer.param_groups[self._group_of[0]]["betas"])
-        v_hat = v / (1 - beta2 ** max(1, self.counts[0]))
-        share = 1 - (1 - self.q[:SAMPLE].double() / v_hat.clamp(min=TINY)) * _slope(beta1, self._workers)
+        beta1, beta2 = map(float, self._group(first)["betas"])
+        v_hat = v / (1 - beta2 ** max(1, self.counts[first]))
+        share = 1 - (1 - self.q[entries].double() / v_hat.clamp(min=TINY)) * _slope(beta1, self._workers)
         return float(share.clamp_(1 / self._workers, 1.0).rsqrt_().mean())
 
     def state_dict(self) -> dict[str, Any]:
