@@ -20,6 +20,7 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from laconic.rules import check_count, check_number, check_seed
+from laconic.tracking.top import Top
 
 if TYPE_CHECKING:
     from laconic.bench.run import Plan
@@ -51,6 +52,7 @@ def _commands() -> Any:
         "demo": Demo,
         "data": Data,
         "store": Store,
+        "top": Top,
     }
     named = [Annotated[kind, tyro.conf.subcommand(name)] for name, kind in kinds.items()]
     return typing.Union[tuple(named)]  # noqa: UP007  the members come from a table

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from laconic.consensus import average_model, average_tensors, copy_from_rank_0, 
 from laconic.flat import FlatParameters
 from laconic.method import Method, fresh
 from laconic.replica import FlatReplica
-from laconic.rules import check_number, check_seed
+from laconic.rules import check_choice, check_number, check_seed
+from laconic.tracking import Dashboard, Tracking, parse_address
 from laconic.watch import Watch, checksum
 
 MOST_SECONDS = 1e9  # of a time-out; torch counts milliseconds in 64 bits
@@ -44,13 +45,17 @@ class Worker(FlatReplica):
             A rank that fails is noticed within seconds; the timeout is for a rank that hangs.
         seed: the seed of `worker.generator`, whose random numbers are the same on all ranks.
         comm: the communication to use instead of torch.distributed.
+        dashboard: a port at which rank 0 serves a live view of the job (docs/tracking.md) on its loopback interface, or
+            "HOST:PORT" to listen elsewhere; port 0 is any free one. The same on all ranks.
 
     Attributes:
         step: the number of optimizer steps so far.
+        dashboard: the address of the live view on rank 0, such as "http://127.0.0.1:8080"; None elsewhere.
         consensus_distance: √(mean over workers of ‖x − x̄‖²) at the last `consensus()`; None before.
 
     Raises:
-        ValueError: model, optimizer and method do not fit together, or the ranks differ; on every rank.
+        ValueError: model, optimizer and method do not fit together, the ranks differ, or the dashboard's port is taken;
+            on every rank.
 
     >>> import laconic
     >>> model = torch.nn.Linear(3, 1)
@@ -73,8 +78,11 @@ class Worker(FlatReplica):
         timeout: float = 1800.0,
         seed: int = 0,
         comm: Comm | None = None,
+        dashboard: int | str | None = None,
     ) -> None:
         _check_arguments(model, optimizer, timeout, seed, comm)
+        if dashboard is not None:
+            parse_address(dashboard)
         device = next(model.parameters(), torch.empty(0)).device
         self.model, self.optimizer = model, optimizer
         self.comm = comm or connect(device, timeout)
@@ -84,14 +92,17 @@ class Worker(FlatReplica):
         self._in_consensus = False
         self._known_checkpoints: dict[Path, int] = {}  # by directory, the newest number written or seen while loading
         self._step_call: FrameType | None = None  # the frame of the call of optimizer.step() that is running
+        self.tracking = Tracking(self)
         try:
-            self.method, self._flat, self.fingerprint = self._join(method)
+            self.method, self._flat, self.fingerprint = self._join(method, dashboard)
             self._control = self.comm.channel("control")
             copy_from_rank_0(self._control, model, self._flat)
             self.method.setup(self)
             self._watch = Watch(self._control, self.method, self._flat, optimizer)
             self._changes = Changes(model, self._flat, self.method)
+            self.dashboard = self.tracking.start_dashboard()
         except BaseException as error:
+            self.tracking.close(error)
             self.comm.fail(error)  # else the other ranks would wait for this one until their timeout
             raise
         self._hooks = [
@@ -103,7 +114,7 @@ class Worker(FlatReplica):
         # that the method leaves, whichever hook was registered first.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
 
-    def _join(self, method: Method) -> tuple[Method, FlatParameters, Fingerprint]:
+    def _join(self, method: Method, dashboard: int | str | None) -> tuple[Method, FlatParameters, Fingerprint]:
         """Flattens the parameters and compares this rank with the others.
 
         A rank whose model or method is unfit reports its error to the others before it raises.
@@ -111,11 +122,13 @@ class Worker(FlatReplica):
         try:
             method = fresh(method)
             flat = FlatParameters(self.model, self.optimizer)
+            if dashboard is not None:
+                self.tracking.dashboard = Dashboard(self, dashboard)
         except ValueError as error:
             require_agreement(self.comm, None, error, finite=True)
             raise
         own = fingerprint(self.model, self.optimizer, flat, method)
-        require_agreement(self.comm, own, None, is_finite(flat.x))
+        require_agreement(self.comm, own | {"dashboard": dashboard}, None, is_finite(flat.x))
         return method, flat, own
 
     # What the user calls.
@@ -137,14 +150,16 @@ class Worker(FlatReplica):
         if self._in_consensus:
             yield self.model
             return
-        own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
-        is_equal = self._meet("consensus()")
+        with self.tracking.verb("consensus"):
+            own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
+            is_equal = self._meet("consensus()")
         self._in_consensus = True
         try:
-            self._average_model(is_equal)
-            square = (own[0] - self.x).double().square().sum().reshape(1)
-            mean = self._control.among_members("consensus()", lambda: self._control.mean(square))
-            self.consensus_distance = mean.sqrt().item()
+            with self.tracking.verb("consensus"):
+                self._average_model(is_equal)
+                square = (own[0] - self.x).double().square().sum().reshape(1)
+                mean = self._control.among_members("consensus()", lambda: self._control.mean(square))
+                self.consensus_distance = mean.sqrt().item()
             yield self.model
         finally:
             with torch.no_grad():
@@ -170,10 +185,36 @@ class Worker(FlatReplica):
         ...     worker.average_(accuracy)
         """
         found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not self._in_consensus:
-            self._pause()
-        require_same_forms(self.comm, found)
-        average_tensors(self._control, found, self._weight())
+        with self.tracking.verb("average_"):
+            if not self._in_consensus:
+                self._pause()
+            require_same_forms(self.comm, found)
+            average_tensors(self._control, found, self._weight())
+
+    def metrics(self, over: Literal["ranks"] | None = None) -> dict[str, float]:
+        """Returns numbers that describe this worker, by the same keys for every method (docs/tracking.md).
+
+        Bytes, steps, seconds and exchanges count from the last call, or from the start. A key for which the method has
+        no value is NaN.
+
+        Args:
+            over: None for this rank alone, which needs no communication. "ranks": the mean and the maximum over all
+                ranks, as `KEY_mean` and `KEY_max`; all ranks call it, between the same steps.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
+        ...     metrics = worker.metrics()
+        >>> metrics["bytes_foreground"], metrics["bits"], metrics["members"]
+        (0.0, 32.0, 1.0)
+        """
+        check_choice("over", over, (None, "ranks"))
+        if over is None:
+            return self.tracking.read()
+        with self.tracking.verb("metrics"):
+            if not self._in_consensus:
+                self._pause()
+            return self.tracking.read_over_ranks()
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -194,12 +235,13 @@ class Worker(FlatReplica):
         """
         if self._in_consensus:
             raise RuntimeError("worker.reset() must not be called inside consensus(): its changes would be lost")
-        self._watch.finish()
-        self._pause()
-        checksums = self.comm.meet("reset()", checksum(*self.model.parameters()))
-        self._watch.require_same_parameters(checksums, "reset()")
-        self.method.reset(self)
-        self._changes.forget()
+        with self.tracking.verb("reset"):
+            self._watch.finish()
+            self._pause()
+            checksums = self.comm.meet("reset()", checksum(*self.model.parameters()))
+            self._watch.require_same_parameters(checksums, "reset()")
+            self.method.reset(self)
+            self._changes.forget()
 
     @torch.no_grad()
     def serve(self) -> None:
@@ -215,9 +257,16 @@ class Worker(FlatReplica):
             )
         if self._in_consensus:
             raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
-        while self.method.await_step(self):
-            self._begin_step()
-            self._finish_step()
+        while self._await_step():
+            with self.tracking.verb("before_step"):
+                self._begin_step()
+            with self.tracking.verb("after_step"):
+                self._finish_step()
+            self.tracking.end_step()
+
+    def _await_step(self) -> bool:
+        with self.tracking.verb("await_step"):
+            return self.method.await_step(self)
 
     def save(self, directory: str | Path, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
         """Writes a checkpoint of model, optimizer, worker and random numbers of all ranks. All ranks call it.
@@ -236,8 +285,9 @@ class Worker(FlatReplica):
             OSError: a rank could not write. Nothing of this save is left, and earlier checkpoints stay.
             FloatingPointError: a rank's parameters are not finite; the message names it, and nothing is saved.
         """
-        self._meet("save()")
-        checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)
+        with self.tracking.verb("save"):
+            self._meet("save()")
+            checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Continues from the newest complete checkpoint in `directory`. All ranks call it.
@@ -256,9 +306,10 @@ class Worker(FlatReplica):
         Warns:
             UserWarning: the newest checkpoint is damaged, and the one before it was loaded.
         """
-        self._watch.finish()
-        self._pause()
-        return checkpoint.load(self, Path(directory), self._known_checkpoints)
+        with self.tracking.verb("load"):
+            self._watch.finish()
+            self._pause()
+            return checkpoint.load(self, Path(directory), self._known_checkpoints)
 
     def export(self, path: str | Path) -> None:
         """Writes the averaged model to one file, a `state_dict` that `torch.load` reads anywhere. All ranks call it.
@@ -304,20 +355,24 @@ class Worker(FlatReplica):
         for hook in self._hooks:
             hook.remove()
         if error is not None:
+            self.tracking.close(error)
             self.comm.fail(error)
             return
         try:
-            is_equal = self._meet("the end of the worker")
-            # Weights that all ranks have loaded, say the best ones, are the result: messages in flight do not change
-            # them.
-            agreed = self.x.clone() if is_equal else None
-            with torch.no_grad():
-                self.method.drain(self)
-                if agreed is not None:
-                    self.x.copy_(agreed)
-            self._average_model(is_equal)
+            with self.tracking.verb("end"):
+                is_equal = self._meet("the end of the worker")
+                # Weights that all ranks have loaded, say the best ones, are the result: messages in flight do not
+                # change them.
+                agreed = self.x.clone() if is_equal else None
+                with torch.no_grad(), self.tracking.verb("drain"):
+                    self.method.drain(self)
+                    if agreed is not None:
+                        self.x.copy_(agreed)
+                self._average_model(is_equal)
+            self.tracking.close()
             self.comm.close()
         except BaseException as late:
+            self.tracking.close(late)
             self.comm.fail(late)
             raise
 
@@ -336,10 +391,11 @@ class Worker(FlatReplica):
             raise RuntimeError("optimizer.step() must not be called inside consensus(): its changes would be lost")
         if not self.method.trains(self.rank):
             raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
-        self._flat.check()
-        self._changes.check(self.step, self.size)
-        self._watch.before_step(caller)
-        self._begin_step()
+        with self.tracking.verb("before_step"):
+            self._flat.check()
+            self._changes.check(self.step, self.size)
+            self._watch.before_step(caller)
+            self._begin_step()
         self._step_call = caller
         # The last hook of all, so that what the user's hooks do to x counts as a part of the step.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id)  # type: ignore[attr-defined]
@@ -357,7 +413,8 @@ class Worker(FlatReplica):
         if sys._getframe(1) is not self._step_call:
             return
         self._step_call = None
-        self._finish_step()
+        with self.tracking.verb("after_step"):
+            self._finish_step()
 
     @torch.no_grad()
     def _finish_step(self) -> None:
@@ -369,7 +426,9 @@ class Worker(FlatReplica):
 
     def _after_hooks(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._step_call is None:  # not in a step() that is called by another step()
-            self._changes.end_step()
+            with self.tracking.verb("after_hooks"):
+                self._changes.end_step()
+            self.tracking.end_step()
 
     def _meet(self, what: str) -> bool:
         """Waits for all ranks between two steps, and compares them. Returns whether all hold the same x."""

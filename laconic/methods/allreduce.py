@@ -25,9 +25,15 @@ class AllReduce(Method):
     ...     optimizer.step()
     """
 
+    def setup(self, worker: Replica) -> None:
+        self._bits = 8.0 * worker.x.element_size()
+
     def before_step(self, worker: Replica) -> None:
         packed = worker.pack_gradient()
         worker.unpack_gradient(worker.comm.mean(packed, out=packed))
 
     def common(self, worker: Replica) -> Literal["x"]:
         return "x"
+
+    def metrics(self) -> dict[str, float]:
+        return {"period": 1.0, "bits": self._bits}

@@ -1,0 +1,124 @@
+"""`laconic top`: the live view of a job in a terminal."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from tyro.conf import Positional
+
+from laconic.tracking.server import parse_address
+
+ANSWER_SECONDS = 5.0
+MOST_BYTES = 1 << 24
+REFRESH_SECONDS = 1.0
+
+
+@dataclass
+class Top:
+    """Show the live view of a running job, which Worker(..., dashboard=8080) serves. Ends with the job."""
+
+    address: Positional[str] = "127.0.0.1:8080"
+    """HOST:PORT of the dashboard, or only its port on this machine"""
+    once: bool = False
+    """print the view once and exit"""
+
+    def run(self, settings: dict[str, str]) -> int:
+        if settings:
+            raise ValueError(f"laconic top has no option --{next(iter(settings))}")
+        host, port = parse_address(int(self.address) if self.address.isdecimal() else self.address)
+        console = Console() if sys.stdout.isatty() else Console(width=160)
+        view = draw(fetch(host, port))
+        if self.once:
+            console.print(view)
+            return 0
+        with Live(view, console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            while True:
+                time.sleep(REFRESH_SECONDS)
+                live.update(draw(fetch(host, port)), refresh=True)
+
+
+def fetch(host: str, port: int) -> dict[str, Any]:
+    """Returns the status that a dashboard serves.
+
+    Raises:
+        RuntimeError: there is none at this address.
+    """
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    try:
+        connection.request("GET", "/status.json")
+        answer = connection.getresponse()
+        content = answer.read(MOST_BYTES)
+        if answer.status != 200:
+            raise ValueError(f"HTTP {answer.status}: {clean(content.decode(errors='replace'))[:200]}")
+        status: dict[str, Any] = json.loads(content)
+        return status
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise RuntimeError(
+            f"no dashboard answers at {host}:{port} ({error}): the job has ended, or its Worker was created without "
+            f"dashboard={port}"
+        ) from error
+    finally:
+        connection.close()
+
+
+def draw(status: dict[str, Any]) -> Table:
+    """Returns a status as a table."""
+    rows = status["ranks"]
+    training = sum(row["state"] == "training" for row in rows)
+    table = Table(title=Text(clean(f"{status['method']}: {training} of {status['size']} ranks train")))
+    for name in ("rank", "host", "state", "step", "step time", "waiting", "doing", "link rate", "sent", "last seen"):
+        table.add_column(name, justify="left" if name in ("host", "state", "doing") else "right", no_wrap=True)
+    table.add_column("last error", overflow="fold")
+    for row in rows:
+        is_well = row["state"] in ("training", "finished")
+        doing = row["doing"] if row["doing"] == "computing" else f"{row['doing']}, {_seconds(row['doing_seconds'])}"
+        share, age = row["waiting_share"], row["last_seen_seconds"]
+        texts = [
+            str(row["rank"]),
+            row["host"] or "–",
+            row["state"],
+            f"{row['step']:,}",
+            _seconds(row["step_seconds"]),
+            "–" if share is None else f"{share:.0%}",
+            doing,
+            _bytes(row["bytes_per_second"], "/s"),
+            _bytes(sum(row["nbytes"].values())),
+            "–" if age is None else f"{age:.0f} s ago",
+            row["error"] or "–",
+        ]
+        table.add_row(*(Text(clean(text)) for text in texts), style="" if is_well else "bold yellow")
+    return table
+
+
+def clean(text: str) -> str:
+    """Returns a text without characters that control a terminal.
+
+    >>> clean("a\\x1b[2Jb\\nc")
+    'a [2Jb c'
+    """
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _bytes(value: float | None, suffix: str = "") -> str:
+    if value is None:
+        return "–"
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        del units[0]
+    return f"{value:.3g} {units[0]}{suffix}"
