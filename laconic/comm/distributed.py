@@ -247,8 +247,13 @@ class DistributedComm(Comm):
         return channel
 
     def meet(self, what: str, note: Any = None) -> list[Any]:
-        with span("meet"):
-            return self._register.meet(what, self.meter.step, note)
+        start = time.monotonic()
+        self.meter.begin_wait(start)
+        try:
+            with span("meet"):
+                return self._register.meet(what, self.meter.step, note)
+        finally:
+            self.meter.add("control", "meet", seconds=time.monotonic() - start)
 
     def bulletin(self, name: str) -> Bulletin:
         return StoreBulletin(self._register.store.prefixed(f"bulletin/{name}").clone(), self.rank, self.size)

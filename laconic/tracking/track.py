@@ -25,6 +25,9 @@ class Track:
     def close(self, step: int) -> None:
         """Writes what has come since the last time, so that all counts add up to those of the run."""
         self._try_to_write(step)
+        self._close_file()
+
+    def _close_file(self) -> None:
         if isinstance(self._write, CsvWriter):
             self._write.close()
 
@@ -35,6 +38,7 @@ class Track:
             self._write(step, self._readings.read())
         except Exception as error:  # noqa: BLE001  whatever a tracker raises must not stop training
             self._is_on = False
+            self._close_file()
             logger.warning(
                 f"rank {self._rank}, step {step}: tracking is switched off, training goes on: the writer raised "
                 f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import os
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+LONGEST_HEADER = 1 << 20  # characters
 Write = Callable[[int, Mapping[str, float]], object]  # the step, and the metrics
 
 
@@ -96,9 +98,9 @@ class CsvWriter:
         self._file = path.open("a+", newline="")
         self._rows = csv.DictWriter(self._file, columns)
         self._file.seek(0)
-        header = next(csv.reader(self._file), None)
+        header = next(csv.reader([self._file.readline(LONGEST_HEADER)]), None)
         self._file.seek(0, os.SEEK_END)
-        if header is None:
+        if not header:
             self._rows.writeheader()
         elif header != columns:
             self._file.close()
@@ -109,7 +111,8 @@ class CsvWriter:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of rows that could not be written, which was an error before
+            self._file.close()
 
 
 def known(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
