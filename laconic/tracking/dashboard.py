@@ -91,7 +91,7 @@ class Dashboard:
             host=socket.gethostname(),
             state=self._state,
             step=worker.step,
-            doing=doing[0] if doing else "computing",
+            doing=doing[0] if doing else "computing" if self._state == "training" else "",
             doing_seconds=tracking.now() - doing[1] if doing else 0.0,
             **self._rates.read(),
             nbytes=worker.meter.nbytes_by_channel(),

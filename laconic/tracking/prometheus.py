@@ -34,7 +34,7 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     for name, (kind, text, key) in BY_RANK.items():
         yield from _head(name, kind, text)
         for row in rows:
-            if row["state"] != "no report" and row[key] is not None:
+            if row["step"] is not None and row[key] is not None:  # it has reported, and has a value
                 yield f"{name}{_labels({'rank': row['rank']})} {float(row[key])!r}"
     yield from _head("laconic_sent_bytes_total", "counter", "Payload bytes sent, by channel.")
     for row in rows:

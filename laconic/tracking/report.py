@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ class Report:
         host: its name.
         state: "training", "finished" or "failed".
         step: optimizer steps so far.
-        doing: "computing", or the verb of the worker in which the training thread is.
+        doing: "computing", or the verb of the worker in which the training thread is; "" after the end.
         doing_seconds: for how long, if it is a verb.
         step_seconds: mean duration of a step, over the last seconds; None if there was none.
         waiting_share: the share of the last seconds in which the training thread waited for others.
@@ -70,16 +71,7 @@ class Report:
         """
         try:
             found = json.loads(text)
-            return cls(
-                **{name: int(found[name]) for name in ("rank", "beat", "step", "members")},
-                **{name: str(found[name])[:LONGEST_TEXT] for name in ("host", "state", "doing", "error")},
-                **{name: _finite(found[name]) for name in ("doing_seconds", "waited_seconds", "overhead_seconds")},
-                **{
-                    name: None if found[name] is None else _finite(found[name])
-                    for name in ("step_seconds", "waiting_share", "bytes_per_second")
-                },
-                nbytes={str(channel)[:LONGEST_TEXT]: int(n) for channel, n in dict(found["nbytes"]).items()},
-            )
+            return cls(**{f.name: READERS[f.type](found[f.name]) for f in dataclasses.fields(cls)})
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"no report of a rank: {error}") from error
 
@@ -89,6 +81,20 @@ def _finite(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{number} is not finite")
     return number
+
+
+def _short(value: Any) -> str:
+    return str(value)[:LONGEST_TEXT]
+
+
+# By the type of a field, as it is written.
+READERS: dict[Any, Callable[[Any], Any]] = {
+    "int": int,
+    "str": _short,
+    "float": _finite,
+    "float | None": lambda value: None if value is None else _finite(value),
+    "dict[str, int]": lambda value: {_short(channel): int(n) for channel, n in dict(value).items()},
+}
 
 
 class Rates:
@@ -154,7 +160,8 @@ class Overview:
 
     def _rank(self, rank: int) -> dict[str, Any]:
         if rank not in self._seen:
-            return dataclasses.asdict(Report(rank=rank, state="no report")) | {"last_seen_seconds": None}
+            unknown = {"step": None, "last_seen_seconds": None}
+            return dataclasses.asdict(Report(rank=rank, state="no report", doing="")) | unknown
         report, when = self._seen[rank]
         age = time.monotonic() - when
         row = dataclasses.asdict(report) | {"last_seen_seconds": round(age, 1)}

@@ -69,7 +69,7 @@ class Server(ThreadingHTTPServer):
             target=self.serve_forever, args=(POLL_SECONDS,), name="laconic-dashboard-http", daemon=True
         )
         super().__init__(address, _Handler)
-        self.is_local = ipaddress.ip_address(self.server_address[0]).is_loopback
+        self.is_local = ipaddress.ip_address(self.server_name).is_loopback
 
     def server_bind(self) -> None:
         # HTTPServer would look up the host's name, which may take seconds.

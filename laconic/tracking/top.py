@@ -80,18 +80,20 @@ def draw(status: dict[str, Any]) -> Table:
     table.add_column("last error", overflow="fold")
     for row in rows:
         is_well = row["state"] in ("training", "finished")
-        doing = row["doing"] if row["doing"] == "computing" else f"{row['doing']}, {_seconds(row['doing_seconds'])}"
+        doing = row["doing"] or "–"
+        if row["doing_seconds"]:
+            doing += f", {_seconds(row['doing_seconds'])}"
         share, age = row["waiting_share"], row["last_seen_seconds"]
         texts = [
             str(row["rank"]),
             row["host"] or "–",
             row["state"],
-            f"{row['step']:,}",
+            "–" if row["step"] is None else f"{row['step']:,}",
             _seconds(row["step_seconds"]),
             "–" if share is None else f"{share:.0%}",
             doing,
             _bytes(row["bytes_per_second"], "/s"),
-            _bytes(sum(row["nbytes"].values())),
+            _bytes(None if row["step"] is None else sum(row["nbytes"].values())),
             "–" if age is None else f"{age:.0f} s ago",
             row["error"] or "–",
         ]

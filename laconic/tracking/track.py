@@ -16,15 +16,18 @@ class Track:
 
     def __init__(self, worker: Tracked, write: Write, every: int) -> None:
         self._readings, self._write, self._every = Readings(worker), write, every
-        self._rank, self._written, self._is_on = worker.comm.rank, -1, True
+        self._rank, self._is_on = worker.comm.rank, True
+        self._has_steps = False  # since the last row
 
     def end_step(self, step: int) -> None:
+        self._has_steps = True
         if step % self._every == 0:
             self._try_to_write(step)
 
     def close(self, step: int) -> None:
-        """Writes what has come since the last time, so that all counts add up to those of the run."""
-        self._try_to_write(step)
+        """Writes the steps since the last row, if there are any, so that all rows add up to the run."""
+        if self._has_steps:
+            self._try_to_write(step)
         self._close_file()
 
     def _close_file(self) -> None:
@@ -34,6 +37,7 @@ class Track:
     def _try_to_write(self, step: int) -> None:
         if not self._is_on:
             return
+        self._has_steps = False
         try:
             self._write(step, self._readings.read())
         except Exception as error:  # noqa: BLE001  whatever a tracker raises must not stop training
@@ -53,7 +57,7 @@ def track(
     rank: int | None = 0,
     prefix: str = "laconic/",
 ) -> None:
-    """Writes `worker.metrics()` to a tracker, every so many steps and at the end of the worker's block.
+    """Writes `worker.metrics()` to a tracker, every so many steps; steps that are left at the end come last.
 
     Call it inside the worker's block, on all ranks or only on those that write. Each call has counters of its own, so
     several writers and calls of `worker.metrics()` do not disturb each other. A writer that raises is switched off

@@ -40,7 +40,8 @@ def get(address: str, path: str) -> str:
 def parse(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Reads Prometheus' text format as its own parser does: every sample has a type, and values are floats."""
     assert text.endswith("\n")
-    kinds, samples = {}, {}
+    kinds: dict[str, str] = {}
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for line in text.splitlines():
         if line.startswith("# TYPE "):
             _, _, name, kind = line.split(" ")
@@ -93,7 +94,7 @@ def test_a_job_of_two_processes() -> None:
                 assert worker.dashboard is None
         if worker.rank == 0:
             with pytest.raises(OSError, match="refused"):
-                get(address, "/")
+                get(str(address), "/")
         assert threads() == []
         return found, float(worker.meter.total.nbytes("foreground"))
 

@@ -79,6 +79,7 @@ def test_the_page(browser: chromium.Chromium, server: Server, width: int, scheme
     }
     assert rows[1]["doing"] == "after_step, 12.0 s"
     assert rows[2]["last error"] == rows[2]["host"] == HOSTILE
+    assert set(rows[3].values()) == {"3", "no report", "–"}
     assert [row["state"] for row in rows] == ["training", "training", "failed", "no report"]
     assert page.evaluate("document.title") == "2/4 – laconic"
     assert page.evaluate(OVERFLOW) <= 0
