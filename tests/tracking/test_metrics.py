@@ -111,7 +111,7 @@ def test_values_that_methods_have(results) -> None:
     assert known["qsgd"] == (1.0, 8.0)
     assert known["efficient_adam"][0] == 1.0
     assert known["efficient_adam"][1] == 3.0
-    assert known["divisible"][0] >= 4
+    assert known["divisible"][0] >= 1
     assert known["a2cid2"][1] == 32.0
     assert all(map(math.isnan, known["silent"]))
     for name, part in values.items():
