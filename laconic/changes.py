@@ -5,12 +5,12 @@ Changes through `parameter.data` do not count as versions, and are not noticed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from laconic.flat import FlatParameters
+from laconic.log import warn
 from laconic.method import Method
 from laconic.watch import checksum
 
@@ -31,7 +31,7 @@ class Changes:
         self._method = method
         self._warned = False
         if self._untrained:
-            warnings.warn(
+            warn(
                 f"{_names(self._untrained)} of the model require gradients and are not in the optimizer: they keep "
                 f"rank 0's values, and would not be averaged if another optimizer trained them. Give the worker all "
                 f"optimizers, Worker(model, [one, other], method), or call requires_grad_(False) on these parameters",
@@ -74,7 +74,7 @@ class Changes:
         if hazard is None or self._warned or is_agreed or not self._found:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"parameters were changed outside optimizer.step() after step {step}, and with "
             f"{type(self._method).__name__} {hazard}. If all ranks have loaded the same weights, call worker.reset() "
             f"then; to evaluate other weights, exchange them inside consensus(); to change them in every step, do it "

@@ -20,12 +20,15 @@ from laconic.join import Join, copy_training_state
 from laconic.method import Method, fresh
 from laconic.replica import FlatReplica
 from laconic.stepping import Stepping
+from laconic.tracking import Dashboard, Tracking
 from laconic.watch import Watch
 from laconic.wrappers import BareModel
 
 
 class RunningReplica(FlatReplica):
     """A replica that trains with the others. `laconic.Worker` adds what users call, and documents the arguments."""
+
+    consensus_distance: float | None = None
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class RunningReplica(FlatReplica):
         timeout: float,
         seed: int,
         comm: Comm | None,
+        dashboard: int | str | None,
     ) -> None:
         self._bare, self.model, self.optimizers = bare, bare.module, optimizers
         device = next(self.model.parameters(), torch.empty(0)).device
@@ -44,14 +48,17 @@ class RunningReplica(FlatReplica):
         self.generator = torch.Generator().manual_seed(seed)
         self._in_consensus = False
         self._end: Literal["no", "done", "failed"] = "no"
+        self.tracking = Tracking(self)
         try:
-            self.method, self._flat, self.fingerprint = self._flatten(method, "the start of the worker")
+            self.method, self._flat, self.fingerprint = self._flatten(method, "the start of the worker", dashboard)
             self._control = self.comm.channel("control")
             copy_from_rank_0(self._control, self.model, self._flat)
             self.method.setup(self)
             self._watch = Watch(self._control, self.method, self._flat, self.optimizers)
             self._changes = Changes(self.model, self._flat, self.method)
+            self.dashboard = self.tracking.start_dashboard()
         except BaseException as error:
+            self.tracking.close(error)
             self.comm.fail(error)  # else the other ranks would wait for this one until their timeout
             raise
         self._bare.switch_off(self.rank)
@@ -60,11 +67,13 @@ class RunningReplica(FlatReplica):
             number=lambda: self.step,
             check=self._check_step,
             begin=self._begin,
-            finish=self._finish_step,
-            end=lambda: self._changes.end_step(),
+            finish=self._finish,
+            end=self._end_step,
         )
 
-    def _flatten(self, method: Method, what: str) -> tuple[Method, FlatParameters, Fingerprint]:
+    def _flatten(
+        self, method: Method, what: str, dashboard: int | str | None = None
+    ) -> tuple[Method, FlatParameters, Fingerprint]:
         """Flattens the parameters and compares this rank with the others, at the meeting `what`.
 
         A rank whose model or method is unfit reports its error to the others before it raises.
@@ -72,11 +81,13 @@ class RunningReplica(FlatReplica):
         try:
             method = fresh(method)
             flat = FlatParameters(self.model, self.optimizers)
+            if dashboard is not None:
+                self.tracking.dashboard = Dashboard(self, dashboard)
         except ValueError as error:
             require_agreement(self.comm, None, error, finite=True, what=what)
             raise
         own = fingerprint(self.model, self.optimizers, flat, method)
-        require_agreement(self.comm, own, None, is_finite(flat.x), what)
+        require_agreement(self.comm, own | {"dashboard": dashboard}, None, is_finite(flat.x), what)
         return method, flat, own
 
     def _require_running(self, what: str) -> None:
@@ -120,13 +131,23 @@ class RunningReplica(FlatReplica):
         self._changes = Changes(self.model, self._flat, self.method)
 
     def _begin(self, caller: FrameType) -> bool:
-        self._watch.before_step(caller)
-        if self._join is not None:
-            self._join.last = self.step + 1
-            if self.method.sends(self):
-                self._take_census(self._join)
-        self._begin_step()
+        with self.tracking.verb("before_step"):
+            self._watch.before_step(caller)
+            if self._join is not None:
+                self._join.last = self.step + 1
+                if self.method.sends(self):
+                    self._take_census(self._join)
+            self._begin_step()
         return self._flat.has_read_gradients
+
+    def _finish(self) -> None:
+        with self.tracking.verb("after_step"):
+            self._finish_step()
+
+    def _end_step(self) -> None:
+        with self.tracking.verb("after_hooks"):
+            self._changes.end_step()
+        self.tracking.end_step()
 
     @torch.no_grad()
     def _begin_step(self) -> None:
@@ -230,7 +251,8 @@ class RunningReplica(FlatReplica):
         is_equal = self._meet(what)
         # Weights that all ranks have loaded, say the best ones, are the result: messages in flight do not change them.
         agreed = self.x.clone() if is_equal else None
-        self.method.drain(self)
+        with self.tracking.verb("drain"):
+            self.method.drain(self)
         if agreed is not None:
             self.x.copy_(agreed)
         self._average_model(is_equal)

@@ -41,8 +41,9 @@ class SavingReplica(RunningReplica):
             OSError: a rank could not write. Nothing of this save is left, and earlier checkpoints stay.
             FloatingPointError: a rank's parameters are not finite; the message names it, and nothing is saved.
         """
-        self._meet("save()")
-        checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)
+        with self.tracking.verb("save"):
+            self._meet("save()")
+            checkpoint.save(self, Path(directory), extra or {}, keep, self._known_checkpoints)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Continues from the newest complete checkpoint in `directory`. All ranks call it.
@@ -62,9 +63,10 @@ class SavingReplica(RunningReplica):
             UserWarning: the newest checkpoint is damaged, and the one before it was loaded.
         """
         self._require_running("load()")
-        self._watch.finish()
-        self._pause()
-        return checkpoint.load(self, Path(directory), self._known_checkpoints)
+        with self.tracking.verb("load"):
+            self._watch.finish()
+            self._pause()
+            return checkpoint.load(self, Path(directory), self._known_checkpoints)
 
     def export(self, path: str | Path) -> None:
         """Writes the averaged model to one file, a `state_dict` that `torch.load` reads anywhere. All ranks call it.

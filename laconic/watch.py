@@ -9,7 +9,6 @@ and the scale of its GradScaler. Where ranks do not step together (gossip), they
 from __future__ import annotations
 
 import struct
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from laconic.comm import Comm, Pending
 from laconic.flat import FlatParameters
+from laconic.log import warn
 from laconic.method import Method, Replica
 
 EVERY = 16  # common steps between two comparisons
@@ -195,7 +195,7 @@ class Watch:
             return
         self._gradients_compared = True
         if len(gradients) > 1 and len(set(gradients)) == 1 and self._comm.rank == self._comm.members[0]:
-            warnings.warn(
+            warn(
                 f"the local gradients of all {len(gradients)} ranks were equal, bit for bit, in the first "
                 f"{FIRST_GRADIENTS} steps. Either every rank reads the same data: give each its own part, with "
                 f"torch.utils.data.DistributedSampler. Or the gradients are averaged already, by a "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from typing_extensions import Self
 from laconic.comm import Comm
 from laconic.consensus import average_tensors, require_same_forms
 from laconic.method import Method
-from laconic.rules import check_number, check_seed
+from laconic.rules import check_choice, check_number, check_seed
 from laconic.saving import SavingReplica
+from laconic.tracking import parse_address
 from laconic.watch import checksum
 from laconic.wrappers import BareModel, bare_optimizers
 
@@ -43,13 +44,17 @@ class Worker(SavingReplica):
             A rank that fails is noticed within seconds; the timeout is for a rank that hangs.
         seed: the seed of `worker.generator`, whose random numbers are the same on all ranks.
         comm: the communication to use instead of torch.distributed.
+        dashboard: a port at which rank 0 serves a live view of the job (docs/tracking.md) on its loopback interface, or
+            "HOST:PORT" to listen elsewhere; port 0 is any free one. The same on all ranks.
 
     Attributes:
         step: the number of optimizer steps so far.
+        dashboard: the address of the live view on rank 0, such as "http://127.0.0.1:8080"; None elsewhere.
         consensus_distance: √(mean over workers of ‖x − x̄‖²) at the last `consensus()`; None before.
 
     Raises:
-        ValueError: model, optimizer and method do not fit together, or the ranks differ; on every rank.
+        ValueError: model, optimizer and method do not fit together, the ranks differ, or the dashboard's port is taken;
+            on every rank.
 
     >>> import laconic
     >>> model = torch.nn.Linear(3, 1)
@@ -72,11 +77,13 @@ class Worker(SavingReplica):
         timeout: float = 1800.0,
         seed: int = 0,
         comm: Comm | None = None,
+        dashboard: int | str | None = None,
     ) -> None:
         bare, optimizers = _check_arguments(model, optimizer, timeout, seed, comm)
-        self.consensus_distance: float | None = None
+        if dashboard is not None:
+            parse_address(dashboard)
         self._known_checkpoints = {}
-        super().__init__(bare, optimizers, method, timeout, seed, comm)
+        super().__init__(bare, optimizers, method, timeout, seed, comm, dashboard)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -97,14 +104,16 @@ class Worker(SavingReplica):
             yield self.model
             return
         self._require_running("consensus()")
-        own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
-        is_equal = self._meet("consensus()")
+        with self.tracking.verb("consensus"):
+            own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
+            is_equal = self._meet("consensus()")
         self._in_consensus = True
         try:
-            self._average_model(is_equal)
-            square = (own[0] - self.x).double().square().sum().reshape(1)
-            mean = self._control.among_members("consensus()", lambda: self._control.mean(square))
-            self.consensus_distance = mean.sqrt().item()
+            with self.tracking.verb("consensus"):
+                self._average_model(is_equal)
+                square = (own[0] - self.x).double().square().sum().reshape(1)
+                mean = self._control.among_members("consensus()", lambda: self._control.mean(square))
+                self.consensus_distance = mean.sqrt().item()
             yield self.model
         finally:
             with torch.no_grad():
@@ -131,10 +140,37 @@ class Worker(SavingReplica):
         """
         self._require_running("average_()")
         found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not self._in_consensus:
-            self._pause()
-        require_same_forms(self.comm, found)
-        average_tensors(self._control, found, self._weight())
+        with self.tracking.verb("average_"):
+            if not self._in_consensus:
+                self._pause()
+            require_same_forms(self.comm, found)
+            average_tensors(self._control, found, self._weight())
+
+    def metrics(self, over: Literal["ranks"] | None = None) -> dict[str, float]:
+        """Returns numbers that describe this worker, by the same keys for every method (docs/tracking.md).
+
+        Bytes, steps, seconds and exchanges count from the last call, or from the start. A key for which the method has
+        no value is NaN.
+
+        Args:
+            over: None for this rank alone, which needs no communication. "ranks": the mean and the maximum over all
+                ranks, as `KEY_mean` and `KEY_max`; all ranks call it, between the same steps.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with laconic.Worker(model, torch.optim.SGD(model.parameters()), laconic.AllReduce()) as worker:
+        ...     metrics = worker.metrics()
+        >>> metrics["bytes_foreground"], metrics["bits"], metrics["members"]
+        (0.0, 32.0, 1.0)
+        """
+        check_choice("over", over, (None, "ranks"))
+        if over is None:
+            return self.tracking.read()
+        self._require_running("metrics(over='ranks')")
+        with self.tracking.verb("metrics"):
+            if not self._in_consensus:
+                self._pause()
+            return self.tracking.read_over_ranks()
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -156,12 +192,13 @@ class Worker(SavingReplica):
         if self._in_consensus:
             raise RuntimeError("worker.reset() must not be called inside consensus(): its changes would be lost")
         self._require_running("reset()")
-        self._watch.finish()
-        self._pause()
-        checksums = self.comm.meet("reset()", checksum(*self.model.parameters()))
-        self._watch.require_same_parameters(checksums, "reset()")
-        self.method.reset(self)
-        self._changes.forget()
+        with self.tracking.verb("reset"):
+            self._watch.finish()
+            self._pause()
+            checksums = self.comm.meet("reset()", checksum(*self.model.parameters()))
+            self._watch.require_same_parameters(checksums, "reset()")
+            self.method.reset(self)
+            self._changes.forget()
 
     @torch.no_grad()
     def serve(self) -> None:
@@ -178,9 +215,16 @@ class Worker(SavingReplica):
             )
         if self._in_consensus:
             raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
-        while self.method.await_step(self):
-            self._begin_step()
-            self._finish_step()
+        while self._await_step():
+            with self.tracking.verb("before_step"):
+                self._begin_step()
+            with self.tracking.verb("after_step"):
+                self._finish_step()
+            self.tracking.end_step()
+
+    def _await_step(self) -> bool:
+        with self.tracking.verb("await_step"):
+            return self.method.await_step(self)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -272,12 +316,16 @@ class Worker(SavingReplica):
         self._stepping.remove()
         try:
             if error is None:
-                self._settle("the end of the worker")
+                with self.tracking.verb("end"):
+                    self._settle("the end of the worker")
+                self.tracking.close()
                 self.comm.close()
             else:
+                self.tracking.close(error)
                 self.comm.fail(error)
         except BaseException as late:
             error = late
+            self.tracking.close(late)
             self.comm.fail(late)
             raise
         finally:

@@ -15,7 +15,7 @@ PACKAGE = Path(laconic.__file__).parent
 # From the lowest to the highest: a module may use its own package and everything in the layers before its own. Modules
 # of one layer do not use each other. "laconic" is the package's __init__.py, what users import.
 LAYERS: list[list[str]] = [
-    ["names", "rules", "version", "forms", "extras"],
+    ["names", "rules", "version", "forms", "extras", "log", "ranges"],
     ["topology", "compress"],
     ["comm"],
     ["method"],
@@ -24,7 +24,7 @@ LAYERS: list[list[str]] = [
     ["methods"],
     ["flat", "join"],
     ["agreement", "consensus", "replica", "watch", "wrappers", "stepping"],
-    ["changes", "kernels"],
+    ["changes", "kernels", "tracking"],
     ["running"],
     ["checkpoint"],
     ["saving"],

@@ -22,7 +22,6 @@ import io
 import os
 import pickle
 import secrets
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from laconic.checkpoint.content import DIFFERENT, Saveable, apply, bare, check_c
 from laconic.checkpoint.content import check_worker as check_worker
 from laconic.comm.finite import is_finite, raise_together
 from laconic.forms import short
+from laconic.log import warn
 from laconic.method import check_count, with_tensors
 from laconic.version import __version__
 
@@ -192,7 +192,7 @@ def load(worker: Saveable, directory: Path, known: dict[Path, int]) -> dict[str,
             if not errors:
                 known[directory.resolve()] = files.number_of(Path(names[0]))
                 if problems and worker.comm.rank == worker.comm.members[0]:
-                    warnings.warn(f"continuing from {name}, since {'; '.join(problems)}", stacklevel=3)
+                    warn(f"continuing from {name}, since {'; '.join(problems)}", stacklevel=3)
                 extra: dict[str, Any] = content["extra"]
                 return extra
         problems.append("; ".join(errors))

@@ -17,6 +17,7 @@ from laconic.cli.methods import Methods
 from laconic.cli.options import summary_of
 from laconic.cli.report import Report
 from laconic.cli.store import Store
+from laconic.cli.top import Top
 from laconic.cli.train import Train
 from laconic.names import suggestion
 from laconic.version import __version__
@@ -29,6 +30,7 @@ COMMANDS: dict[str, type[Command]] = {
     "demo": Demo,
     "data": Data,
     "store": Store,
+    "top": Top,
 }
 
 

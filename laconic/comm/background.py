@@ -6,7 +6,6 @@ import contextlib
 import math
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -22,6 +21,8 @@ from laconic.comm.pairing import Dropped, Need, Pairing, wakeup_key
 from laconic.comm.register import CHECK_SECONDS, first_line, heartbeat_key
 from laconic.comm.store import JobStore, StoreGone
 from laconic.comm.wire import Connector, Wire, WireError
+from laconic.log import warn
+from laconic.ranges import span
 from laconic.topology import Topology
 
 
@@ -77,7 +78,8 @@ class BackgroundGossip(Gossip):
 
     def wait(self, exchanges: int) -> None:
         start = time.monotonic()
-        with self._changed:
+        self._meter.begin_wait(start)
+        with span("wait gossip"), self._changed:
             self._changed.wait_for(
                 lambda: self.exchanges >= exchanges or self._error is not None or self.topology.size == 1
             )
@@ -110,7 +112,7 @@ class BackgroundGossip(Gossip):
         for rank in self.topology.nodes:
             if rank not in members:
                 why = dropped.get(rank, "it did not come to the end of the worker")
-                warnings.warn(f"rank {rank} was dropped, the others go on without it: {why}", stacklevel=5)
+                warn(f"rank {rank} was dropped, the others go on without it: {why}", stacklevel=5)
 
     def _warn_and_raise(self) -> None:
         """Issues the background's warnings and raises its error, on the training thread, where the user sees them."""
@@ -118,7 +120,7 @@ class BackgroundGossip(Gossip):
             texts, self._warnings = self._warnings, []
             error = self._error
         for text in texts:
-            warnings.warn(text, stacklevel=4)
+            warn(text, stacklevel=4)
         if error is not None:
             raise error
 

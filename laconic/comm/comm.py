@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from laconic.comm.bulletin import Bulletin
 from laconic.comm.checks import check_lengths
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
@@ -195,6 +196,13 @@ class Comm(ABC):
             what: names the meeting in error messages.
             note: anything that JSON can represent.
         """
+
+    def bulletin(self, name: str) -> Bulletin:
+        """Returns a board on which each rank posts a short text that the others may read; nobody waits for anybody.
+
+        A comm whose ranks share no board returns one with only this rank's text.
+        """
+        return Bulletin(self.rank)
 
     @property
     def can_lose_members(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from datetime import timedelta
 
 import torch
@@ -17,6 +16,7 @@ from laconic.comm.distributed import DistributedComm
 from laconic.comm.meter import Meter
 from laconic.comm.register import Register
 from laconic.comm.solo import Solo
+from laconic.log import warn
 
 # Variables of launchers that start several processes, but do not set what torch.distributed needs to connect them.
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -99,7 +99,7 @@ def _initialise(backend: str, seconds: float) -> None:
 def _warn_if_launched() -> None:
     for name in _LAUNCHERS:
         if os.environ.get(name, "1") != "1":
-            warnings.warn(
+            warn(
                 f"{name}={os.environ[name]} but RANK and WORLD_SIZE are not set: this worker runs alone. "
                 f"Start the script by torchrun to train together",
                 stacklevel=4,

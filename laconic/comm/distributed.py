@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.comm.background import BackgroundGossip
+from laconic.comm.bulletin import Bulletin, StoreBulletin
 from laconic.comm.checks import check_buffers, contiguous_copy
 from laconic.comm.comm import Comm, PeerError, Pending
 from laconic.comm.finite import is_finite, raise_not_finite
@@ -27,6 +28,7 @@ from laconic.comm.register import Register, first_line
 from laconic.comm.store import StoreGone
 from laconic.comm.wire import Connector, WireError, bytes_of
 from laconic.comm.work import PendingWork, PointToPointWork, Work, call_torch, wait_for
+from laconic.ranges import span
 from laconic.topology import Topology
 
 T = TypeVar("T")
@@ -245,7 +247,16 @@ class DistributedComm(Comm):
         return channel
 
     def meet(self, what: str, note: Any = None) -> list[Any]:
-        return self._register.meet(what, self.meter.step, note)
+        start = time.monotonic()
+        self.meter.begin_wait(start)
+        try:
+            with span("meet"):
+                return self._register.meet(what, self.meter.step, note)
+        finally:
+            self.meter.add("control", "meet", seconds=time.monotonic() - start)
+
+    def bulletin(self, name: str) -> Bulletin:
+        return StoreBulletin(self._register.store.prefixed(f"bulletin/{name}").clone(), self.rank, self.size)
 
     @property
     def can_lose_members(self) -> bool:
@@ -327,13 +338,15 @@ class DistributedComm(Comm):
 
         def wait() -> None:
             start = time.monotonic()
+            self.meter.begin_wait(start)
             participants = (
                 {peer: f"{self._sequence}>{self.rank}"}
                 if peer is not None
                 else dict.fromkeys(self.members, self._sequence)
             )
             try:
-                wait_for(work, self._register, f"{name} at step {self.meter.step}", participants, number)
+                with span(f"wait {verb}"):
+                    wait_for(work, self._register, f"{name} at step {self.meter.step}", participants, number)
             finally:
                 self.meter.add(self._name, verb, seconds=time.monotonic() - start)
 

@@ -80,6 +80,7 @@ class Meter:
         self.total = Counts()
         self.last_step = Counts()
         self.current_step = Counts()  # since the last step ended
+        self._waiting_since: float | None = None  # of the training thread
         self._lock = threading.Lock()
         self._training_thread = threading.get_ident()
 
@@ -104,6 +105,32 @@ class Meter:
                 tally.seconds += seconds
                 if seconds and threading.get_ident() == self._training_thread:
                     counts.waited += seconds
+                    self._waiting_since = None
+
+    def begin_wait(self, now: float) -> None:
+        """Notes that a wait begins, which `add` will count once it is over. `now`: by the clock of the comm."""
+        if threading.get_ident() == self._training_thread:
+            self._waiting_since = now
+
+    def waited_until(self, now: float) -> float:
+        """Returns the seconds that the training thread was blocked, including a wait that is not over yet.
+
+        >>> meter = Meter()
+        >>> meter.begin_wait(now=10.0)
+        >>> meter.total.waited, meter.waited_until(now=12.5)
+        (0.0, 2.5)
+        """
+        with self._lock:
+            since = self._waiting_since
+            return self.total.waited + (max(0.0, now - since) if since is not None else 0.0)
+
+    def nbytes_by_channel(self) -> dict[str, int]:
+        """Returns the payload bytes sent so far, by channel. Any thread may call this."""
+        found: dict[str, int] = {}
+        with self._lock:
+            for (channel, _), tally in self.total.tallies.items():
+                found[channel] = found.get(channel, 0) + tally.nbytes
+        return found
 
     def add_method(self, seconds: float) -> None:
         """Adds seconds that the training thread spent in the method's hooks."""

@@ -186,6 +186,10 @@ class JobStore:
         """Returns the value of a key, which must be there."""
         return self._caller.call(lambda store: store.get(self._prefix + key))
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Returns the values of keys that must be there, in one call."""
+        return self._caller.call(lambda store: store.multi_get([self._prefix + key for key in keys]))
+
     def set(self, key: str, value: str, /) -> None:
         self._caller.call(lambda store: store.set(self._prefix + key, value))
 

@@ -5,6 +5,7 @@ of them, `encode_with_feedback`. `parse` reads a compressor from text such as `l
 """
 
 from laconic.compress.compressor import Compressor as Compressor
+from laconic.compress.compressor import bits_per_entry as bits_per_entry
 from laconic.compress.dense import Half as Half
 from laconic.compress.dense import Identity as Identity
 from laconic.compress.feedback import encode_with_feedback as encode_with_feedback

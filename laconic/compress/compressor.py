@@ -237,3 +237,14 @@ def reinterpret(code: Tensor, dtype: torch.dtype) -> Tensor:
     if code.data_ptr() % dtype.itemsize or code.storage_offset() % dtype.itemsize:
         code = code.clone()
     return code.view(dtype)
+
+
+def bits_per_entry(compressor: Compressor) -> float:
+    """Returns the bits that an entry of a long vector takes, scales included.
+
+    >>> from laconic.compress import Uniform
+    >>> bits_per_entry(Uniform(4, block=64))
+    4.5
+    """
+    numel = 1 << 20
+    return round(8 * compressor.nbytes(numel) / numel, 1)

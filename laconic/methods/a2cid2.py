@@ -207,7 +207,7 @@ class A2CiD2(Method):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts of exchanges.
+        """Returns counts of exchanges, `bits` per entry and the `period`: steps for an exchange of all of x.
 
         `exchanges_per_step` is in units of all of x. `smallest_edge_share` is that of the neighbour met least often,
         relative to equal shares: 1 if all were met equally often, 0 if one was never met.
@@ -217,7 +217,9 @@ class A2CiD2(Method):
         made = sum(partners[peer] for peer in neighbours)
         share = min(partners[peer] for peer in neighbours) * len(neighbours) / made if made else 0.0
         rate = {"exchanges": float(self.exchanges), "exchanges_per_step": self.measured_rate}
-        return {**rate, "smallest_edge_share": share, **by_peer}
+        period = 1 / self.measured_rate if self.measured_rate > 0 else math.nan
+        common = {"period": period, "bits": 8.0 * self._x.element_size()}
+        return {**common, **rate, "smallest_edge_share": share, **by_peer}
 
     # The paper's three rules: exchange, local step, mixing. Each acts on every coordinate independently, and a local
     # step moves x and x̃ equally. So x may be sent in pieces, and be read while the optimizer runs or some local steps

@@ -27,6 +27,9 @@ class AllReduce(Method):
 
     steps_alike: ClassVar[bool] = True
 
+    def setup(self, worker: Replica) -> None:
+        self._bits = 8.0 * worker.x.element_size()
+
     def before_step(self, worker: Replica) -> None:
         packed = worker.pack_gradient()
         worker.unpack_gradient(worker.mean(packed, out=packed))
@@ -36,3 +39,6 @@ class AllReduce(Method):
 
     def common(self, worker: Replica) -> Literal["x"]:
         return "x"
+
+    def metrics(self) -> dict[str, float]:
+        return {"period": 1.0, "bits": self._bits}

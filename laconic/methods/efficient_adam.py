@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laconic.comm import Comm, Pending
 from laconic.comm.coded_mean import CodedMean, Part, block_of, split
-from laconic.compress import Compressor, Identity, Log
+from laconic.compress import Compressor, Identity, Log, bits_per_entry
 from laconic.method import Method, Replica, check_choice, check_count, check_flag, kernels_of, state
 
 MOST_RANKS = 2**16
@@ -182,6 +182,10 @@ class EfficientAdam(Method):
     def reset(self, worker: Replica) -> None:
         self.e.zero_()
         self.e_server.zero_()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `period`, and `bits` per entry of what workers send; `down` may differ."""
+        return {"period": 1.0, "bits": bits_per_entry(self.up)}
 
     def common(self, worker: Replica) -> Literal["x"]:
         return "x"

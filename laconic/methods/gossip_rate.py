@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import dataclass
+
+from laconic.log import warn
 
 WINDOW = 100  # steps over which the rate is measured
 SLOW_RATE = 0.02  # exchanges per step, below which `rate="auto"` warns
@@ -81,4 +82,4 @@ class RateWatch:
         else:
             return
         self.has_warned = True
-        warnings.warn(f"rank {self.rank}, step {self.steps}: {text}", stacklevel=2)
+        warn(f"rank {self.rank}, step {self.steps}: {text}", stacklevel=2)

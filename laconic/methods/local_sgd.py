@@ -60,3 +60,6 @@ class LocalSGD(Averaging):
         self.steps_since_round += 1
         if self.steps_since_round == self.period:
             self.average(worker, self.moments, self.compressor)
+
+    def metrics(self) -> dict[str, float]:
+        return {"period": float(self.period)} | super().metrics()

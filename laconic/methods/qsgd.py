@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 
 from laconic.comm.coded_mean import CodedMean, split
-from laconic.compress import Uniform
+from laconic.compress import Uniform, bits_per_entry
 from laconic.method import Method, Replica, kernels_of
 
 
@@ -75,3 +75,6 @@ class QSGD(Method):
 
     def common(self, worker: Replica) -> Literal["x"]:
         return "x"
+
+    def metrics(self) -> dict[str, float]:
+        return {"period": 1.0, "bits": bits_per_entry(self.quantizer())}

@@ -47,6 +47,7 @@ def test_agrees_with_the_oracle_through_a_drop_of_the_learning_rate(optimizer: s
         weights = [b - a for a, b in itertools.pairwise([0, *rounds])]
         assert worker.method.metrics() == {
             "period": periods[-1],
+            "bits": 32.0,
             "rounds": len(rounds),
             "variance": variances[-1],
             "mean_variance": pytest.approx(sum(map(math.prod, zip(weights, variances, strict=True))) / rounds[-1]),
@@ -272,7 +273,13 @@ def test_alone_the_period_stays_and_the_variance_is_0() -> None:
     with laconic.Worker(model, optimizer, laconic.ADPSGD(initial_period=2, calibration=2)) as worker:
         for step in range(9):
             train_step(model, optimizer, 0, step)
-        assert worker.method.metrics() == {"period": 2.0, "rounds": 4.0, "variance": 0.0, "mean_variance": 0.0}
+        assert worker.method.metrics() == {
+            "period": 2.0,
+            "bits": 32.0,
+            "rounds": 4.0,
+            "variance": 0.0,
+            "mean_variance": 0.0,
+        }
 
 
 def test_nan_on_one_rank_raises_on_all_and_names_it() -> None:

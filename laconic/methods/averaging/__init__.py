@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.coded_mean import CodedMean, split
-from laconic.compress import Compressor
+from laconic.compress import Compressor, bits_per_entry
 from laconic.forms import Choice, Form, Maybe, Real, Whole
 from laconic.method import Method, Replica, state
 from laconic.methods.averaging.anchor import LARGE, make_anchor, move_anchor, squared_distance
@@ -52,6 +53,8 @@ class Averaging(Method):
 
     def prepare(self, worker: Replica, compressor: Compressor | None) -> None:
         """Allocates the state; called in `setup`."""
+        # x travels in fp32 at least: see `mean_with_scalar`.
+        self._bits = max(32.0, 8.0 * worker.x.element_size()) if compressor is None else bits_per_entry(compressor)
         if compressor is None:
             self.anchor, self.offset = make_anchor(worker.x)
             return
@@ -140,9 +143,13 @@ class Averaging(Method):
         return worker.step - self.steps_since_round
 
     def metrics(self) -> dict[str, float]:
-        if self.variance is None:
-            return {}
-        return {"rounds": float(self.rounds), "variance": self.variance, "mean_variance": self.mean_variance}
+        """Returns `bits` per entry, `rounds` so far, the `variance` of the last one and the `mean_variance`."""
+        return {
+            "bits": self._bits,
+            "rounds": float(self.rounds),
+            "variance": self.variance if self.variance is not None else math.nan,
+            "mean_variance": self.mean_variance if self.rounds else math.nan,
+        }
 
 
 def mean_with_scalar(worker: Replica, scalar: float) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Comm
-from laconic.compress import Compressor, Log, Pick, Uniform
+from laconic.compress import Compressor, Log, Pick, Uniform, bits_per_entry
 from laconic.forms import Form
 from laconic.method import Method, Replica, check_choice, check_count, check_flag, kernels_of, state
 from laconic.methods.divisible import saved as saved_state
@@ -336,7 +336,7 @@ class Divisible(Method):
         """Returns `period`; `bits` per entry of the background; `backlog`, pieces in flight; `waiting`, the share of a
         step's time; with Adam `stretch`, the mean of ρ."""
         code = self._code
-        bits = 32.0 if code is None else round(8 * code.nbytes(1 << 20) / (1 << 20), 1)
+        bits = 32.0 if code is None else bits_per_entry(code)
         found = {
             "period": float(self._period),
             "bits": bits if self.period is not None else 0.0,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
+
+from laconic.log import warn
 
 SAMPLE = 2048  # the last entries of the model: a classifier's head, where different labels show first
 SWEEPS = 32  # observed before deciding: momentum alone keeps differences alive for some ten steps
@@ -35,7 +35,7 @@ class DifferenceWatch:
         self._squares += float(difference.square().sum())
         self._sweeps += 1
         if self._sweeps == SWEEPS and self.persistence() > PERSISTENT:
-            warnings.warn(
+            warn(
                 f"rank {self._rank}, step {step}: workers have moved in different directions for {SWEEPS} sweeps, so "
                 f"their data seems to be non-iid. Divisible(corrected=True) is meant for that; or shuffle the data "
                 f"over workers with a DistributedSampler",

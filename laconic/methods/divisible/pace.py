@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from laconic.comm import Comm
 from laconic.forms import Each, Fields, Flag, Form, Real, Whole
+from laconic.log import warn
 
 FIRST = 3  # the step in which measuring starts: before, kernels are loaded and connections made
 WINDOW = 3  # steps measured at a time
@@ -99,7 +99,7 @@ class Pace:
 
     def _warn(self, needed: int, computing: float, sweep: float) -> None:
         if not self.has_warned and self.comm.rank == 0:
-            warnings.warn(
+            warn(
                 f"the link is too slow for max_period={self.most}: sending the model takes {sweep:.3g} s and computing "
                 f"a step {computing:.3g} s, so the background needs a period of {needed}; steps will wait for the "
                 f"network. Raise max_period, or use larger batches",
