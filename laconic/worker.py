@@ -339,6 +339,7 @@ class Worker(FlatReplica):
         self._flat.check()
         self._changes.check(self.step, self.size)
         self._watch.before_step(caller)
+        self.comm.computed()
         self._begin_step()
         self._step_call = caller
         # The last hook of all, so that what the user's hooks do to x counts as a part of the step.
