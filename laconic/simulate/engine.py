@@ -73,12 +73,14 @@ class Engine:
 
         def run() -> None:
             CURRENT.set(task)
-            torch.set_grad_enabled(True)
+            torch.set_grad_enabled(True)  # the worker that ran before may have left these otherwise
+            torch.set_autocast_enabled("cpu", False)
             try:
                 task.result = function()
-            except (Killed, KeyboardInterrupt, SystemExit) as error:
-                if not isinstance(error, Killed):
-                    raise  # in `run`
+            except KeyboardInterrupt:
+                raise  # in `run`
+            except Killed:
+                pass
             except BaseException as error:  # noqa: BLE001  reported by `simulate`
                 task.error, task.error_text = error, traceback.format_exc()
                 self.failures.append(task)

@@ -74,10 +74,13 @@ def simulate(
         import greenlet  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("laconic.simulate needs greenlet: pip install 'laconic[simulate]'") from error
+    from laconic.simulate.engine import CURRENT
     from laconic.simulate.guards import no_real_time
     from laconic.simulate.process import kept_process
     from laconic.simulate.world import World
 
+    if CURRENT.get() is not None:
+        raise RuntimeError("a simulated worker must not call laconic.simulate")
     with kept_process(), no_real_time():
         world = World(hosts, seconds, seed)
         for rank in range(workers):
