@@ -55,6 +55,7 @@ def simulate(
     Raises:
         ValueError: an argument is not valid.
         WorkerFailed: a worker raised or was killed; with `spare_survivors` only if all did.
+        MemoryError: the workers would take more memory than is free; predicted when the first two have started.
 
     >>> import torch, laconic
     >>> def train():

@@ -11,6 +11,7 @@ from laconic.comm.connect import IN_PROCESS
 from laconic.simulate.comm import SimulatedComm
 from laconic.simulate.engine import Engine
 from laconic.simulate.job import Deadlock, Job
+from laconic.simulate.memory import MemoryWatch
 from laconic.simulate.network import Host, Network
 from laconic.simulate.process import ProcessState
 
@@ -29,6 +30,7 @@ class World:
         self.size = len(hosts)
         self._network = Network(self.engine, hosts, seed)
         self._compute, self._seed = compute, seed
+        self._memory = MemoryWatch(self.size)
         self._jobs: list[Job] = []
         self._connected = [0] * self.size  # how many jobs each rank has connected to
         self.engine.on_deadlock = self._resolve_deadlock
@@ -41,6 +43,7 @@ class World:
             return function()
 
         self.engine.start(rank, time, run, ProcessState(_environment(rank, self.size), f"{self._seed} {rank}"))
+        self.engine.at(time, self._memory.add_worker)  # the worker has started by then, and waits
 
     def run(self, *, to_first_failure: bool) -> None:
         """Runs until all workers have ended, or the first has failed that is no consequence of another's failure."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.comm import Comm, connect
-from laconic.simulate import Host
+from laconic.simulate import Host, memory
 from tests.helpers import build_model, loss, rank, sgd, train
 
 
@@ -63,7 +63,9 @@ def test_steps_take_the_given_seconds_and_the_rest_is_waiting() -> None:
 
 
 def test_seconds_may_depend_on_the_step() -> None:
-    results = laconic.simulate(train_steps, 2, laconic.LocalSGD(100), compute=lambda rank, step: 1.0 if step == 3 else 0)
+    results = laconic.simulate(
+        train_steps, 2, laconic.LocalSGD(100), compute=lambda rank, step: 1.0 if step == 3 else 0
+    )
     assert [end for end, _, _ in results] == pytest.approx([1.0, 1.0], abs=1e-3)
 
 
@@ -198,7 +200,7 @@ def test_different_verbs_and_different_meetings_raise() -> None:
 
     with pytest.raises(laconic.WorkerFailed, match=r"rank 1 calls mean of \(3,\) .*, rank 0 all_gather of \(3,\)"):
         laconic.simulate(verbs, 2)
-    with pytest.raises(laconic.WorkerFailed, match="rank 0: tea .*; rank 1: coffee"):
+    with pytest.raises(laconic.WorkerFailed, match=r"rank 0: tea .*; rank 1: coffee"):
         laconic.simulate(lambda: comm().meet(["tea", "coffee"][rank()]), 2)
 
 
@@ -209,7 +211,9 @@ def test_the_first_worker_that_fails_is_reported_with_its_traceback() -> None:
                 raise KeyError("lost the data")
             worker.comm.mean(torch.ones(3))
 
-    with pytest.raises(laconic.WorkerFailed, match=r"simulated worker 2 of 4 failed: Traceback[^$]*lost the data") as caught:
+    with pytest.raises(
+        laconic.WorkerFailed, match=r"simulated worker 2 of 4 failed: Traceback[^$]*lost the data"
+    ) as caught:
         laconic.simulate(run, 4)
     assert caught.value.rank == 2
 
@@ -284,6 +288,22 @@ def test_real_time_and_torch_distributed_are_errors_inside(function: Callable[[]
     with pytest.raises(laconic.WorkerFailed, match=message):
         laconic.simulate(function, 2)
     time.sleep(0)  # outside it is what it was
+
+
+def test_more_workers_than_memory_allows_are_predicted_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def run() -> None:
+        started.append(rank())
+        train(laconic.AllReduce(), sgd, 3)
+
+    monkeypatch.setattr(memory, "_available_nbytes", lambda: 1 << 24)
+    with pytest.raises(MemoryError, match=r"1000 simulated workers would take about .* simulate at most [0-9]+ workers"):
+        laconic.simulate(run, 1000)
+    assert started == [0, 1]
+    with pytest.raises(MemoryError, match=r"30\.0 MiB each, and 1\.0 GiB are free: simulate at most 34 workers"):
+        memory.MemoryWatch(64).check(10 << 20, available=1 << 30)
+    memory.MemoryWatch(34).check(10 << 20, available=1 << 30)
 
 
 def test_inference_mode_is_an_error() -> None:
