@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 MEASURED_WORKERS = 2  # the first fills caches that all share, such as data; the second shows what one more takes
-    2  # the first fills caches that all workers share, such as data; the second shows what one more takes
-)
 LEAST_NBYTES = 1 << 18  # of a worker, however small its model
 # Of a worker when it trains, relative to when it starts: then come gradients, the optimizer's state and messages.
 GROWTH = 3
