@@ -32,6 +32,7 @@ from laconic.methods import AllReduce as AllReduce
 from laconic.methods import Divisible as Divisible
 from laconic.methods import EfficientAdam as EfficientAdam
 from laconic.methods import LocalSGD as LocalSGD
+from laconic.simulate import simulate as simulate
 from laconic.tracking import track as track
 from laconic.version import __version__ as __version__
 from laconic.worker import Worker as Worker

@@ -137,6 +137,7 @@ class RunningReplica(FlatReplica):
                 self._join.last = self.step + 1
                 if self.method.sends(self):
                     self._take_census(self._join)
+            self.comm.computed()
             self._begin_step()
         return self._flat.has_read_gradients
 

@@ -103,6 +103,10 @@ class Topology:
             found[j].add(i)
         return {node: tuple(sorted(others)) for node, others in found.items()}
 
+    @cached_property
+    def _chi(self) -> tuple[float, float]:
+        return _chi(self.nodes, self.edges)
+
     def components(self, nodes: Collection[int]) -> list[tuple[int, ...]]:
         """Returns the connected components of the subgraph of `nodes`, the largest first, then by lowest node."""
         remaining, components = set(nodes), []
@@ -139,7 +143,7 @@ class Topology:
         check_number("rate", rate, above=0)
         if self.size < 2:
             raise ValueError(f"the constants need at least 2 nodes, not {self.size}")
-        chi_1, chi_2 = _chi(self.nodes, self.edges)  # at rate 1; both are inversely proportional to the rate
+        chi_1, chi_2 = self._chi  # at rate 1; both are inversely proportional to the rate
         return Constants(
             chi_1 / rate,
             chi_2 / rate,
@@ -233,6 +237,7 @@ def squarest_torus(n: int) -> Topology:
 TOPOLOGIES = {"ring": ring, "exponential": exponential, "complete": complete, "torus": squarest_torus}
 
 
+@lru_cache(maxsize=64)  # simulated workers share their process, and a large graph takes a while to build
 def named(name: str, n: int) -> Topology:
     """Returns the topology of this name for n workers.
 

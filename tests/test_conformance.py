@@ -266,9 +266,11 @@ def run_rows(rows: list[Row], run: Callable[[Row, str], Run]) -> dict[Key, Run]:
     return results
 
 
-def on_all_ranks(rows: list[Row], run: Callable[[Row, str], Run]) -> dict[Key, list[Run]]:
+def on_all_ranks(
+    rows: list[Row], run: Callable[[Row, str], Run], launch: Callable[..., list[Any]] = laconic.spawn
+) -> dict[Key, list[Run]]:
     """Returns the run of each rank, by row and optimizer."""
-    ranks = laconic.spawn(run_rows, WORKERS, rows, run)
+    ranks = launch(run_rows, WORKERS, rows, run)
     return {key: [results[key] for results in ranks] for key in ranks[0]}
 
 
@@ -278,13 +280,16 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.timeout(600)  # trains all rows three times
 def test_training_together_and_again_and_resumed(tmp_path: Path) -> None:
-    """All rows are trained, trained again with `consensus()` in between, and resumed in new processes."""
+    """All rows are trained, trained again with `consensus()` in between, resumed in new processes, and simulated."""
 
     def folder_of(row: Row, optimizer: str) -> Path:
         return tmp_path / f"{ROWS.index(row)}-{optimizer}"
 
     whole = on_all_ranks(ROWS, lambda row, optimizer: run_row(row, optimizer, folder_of(row, optimizer)))
     looked = on_all_ranks(ROWS, lambda row, optimizer: run_row(row, optimizer, look_after=(4, 5, 9)))
+    simulated = on_all_ranks(
+        ROWS, lambda row, optimizer: run_row(row, optimizer, look_after=(4, 5, 9)), laconic.simulate
+    )
     deterministic = [row for row in ROWS if row.deterministic]
     resumed = on_all_ranks(
         deterministic, lambda row, optimizer: run_row(row, optimizer, folder_of(row, optimizer), resume=True)
@@ -302,11 +307,18 @@ def test_training_together_and_again_and_resumed(tmp_path: Path) -> None:
             "something was sent": not row.sends_at_once or sum(run.nbytes for run in runs) > 0,
             "the loss falls": all(after < 0.97 * before for before, after in (run.losses for run in runs)),
             "consensus() is the same model on all ranks": all(equal(run.seen, others[0].seen) for run in others),
+            "the loss falls if simulated": all(
+                run.losses[1] < 0.97 * run.losses[0] for run in simulated[name, optimizer]
+            ),
         }
         if row.deterministic:
             again = resumed[name, optimizer]
             properties["consensus() changes nothing"] = all(
                 equal(run.path, other.path) for run, other in zip(runs, others, strict=True)
+            )
+            properties["simulated workers compute the same bits"] = all(
+                equal([*run.path, *run.seen], [*other.path, *other.seen]) and run.nbytes == other.nbytes
+                for run, other in zip(others, simulated[name, optimizer], strict=True)
             )
             properties["a resumed run continues bit for bit"] = all(
                 equal(run.path[-len(other.path) :], other.path) for run, other in zip(runs, again, strict=True)

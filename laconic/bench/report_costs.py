@@ -12,8 +12,9 @@ from laconic.bench.report_lines import Figure, Line, line_spec, short
 from laconic.bench.report_metric import Comparison, time_axis, values_at
 from laconic.bench.report_rows import dot_spec, stack_spec
 from laconic.bench.summary import Curve, Summary, curve_of
-from laconic.bench.units import nbytes_text, number_text, seconds_text
+from laconic.bench.units import SIMULATED, is_simulated, nbytes_text, number_text, seconds_text
 from laconic.emulate import parse_links
+from laconic.link import parse_link
 
 HEIGHT = 240
 
@@ -192,6 +193,10 @@ def _link_rate(link: str, with_headers: bool) -> float | None:
     """Returns the bits per second that one host can send, or None if there is no limit or hosts differ."""
     if link == "none":
         return None
+    if is_simulated(link):
+        texts = link.removeprefix(SIMULATED).split(",")
+        simulated = {float(parse_link(text).bits_per_second) for text in texts}
+        return simulated.pop() if len(simulated) == 1 else None
     links = parse_links(link, link.count(",") + 1)
     rates = {8.0 * one.frame_bytes_per_second if with_headers else float(one.bits_per_second) for one in links}
     return rates.pop() if len(rates) == 1 else None

@@ -11,7 +11,7 @@ from laconic.bench.record import Record
 from laconic.bench.report_lines import Figure
 from laconic.bench.report_metric import Comparison
 from laconic.bench.summary import Summary
-from laconic.bench.units import link_text
+from laconic.bench.units import is_simulated, link_text
 
 
 def figures_of(summaries: Sequence[Summary], target: float | None) -> list[Figure]:
@@ -52,5 +52,10 @@ def _without_gap(figures: Sequence[Figure], folded: bool) -> list[Figure]:
 def provenance(records: Sequence[Record]) -> str:
     """Returns how the numbers of all figures came about, for the line below each figure."""
     links = list(dict.fromkeys(record.link for record in records))
+    simulated = [link_text(link) for link in links if is_simulated(link)]
     texts = ["loopback" if link == "none" else f"an emulated network, {link_text(link)}" for link in links]
-    return f"Measured with real processes on {' and on '.join(texts)}"
+    measured = [text for link, text in zip(links, texts, strict=True) if not is_simulated(link)]
+    return "; ".join(
+        [f"Measured with real processes on {' and on '.join(measured)}"] * bool(measured)
+        + [f"Simulated in one process, not measured: {' and '.join(simulated)}"] * bool(simulated)
+    )

@@ -28,7 +28,9 @@ from torch import Tensor, nn
 import laconic
 from laconic import kernels
 from laconic.bench.record import Point, Record, StepTime, mean_step_time
+from laconic.bench.simulated import run_simulated
 from laconic.bench.strategies import Contender, Reading
+from laconic.bench.units import SIMULATED
 from laconic.emulate import hosts_behind
 from laconic.launch import WorkerFailed, spawn
 from laconic.rules import check_count, check_number, check_seed
@@ -55,6 +57,7 @@ class Plan:
         resume: Whether to continue from `checkpoint`.
         command: The command line, for the record.
         target: A value of the metric, for the record: reports measure the time to it.
+        simulated: The seconds in which a simulated worker computes a step; None for real processes.
 
     Example:
         >>> from laconic.tasks import Digits
@@ -74,6 +77,7 @@ class Plan:
     resume: bool = False
     command: str = ""
     target: float | None = None
+    simulated: float | None = None
 
     def identity(self) -> str:
         """Returns a description of everything that must stay the same when a run is resumed: all but its length."""
@@ -88,6 +92,8 @@ class Plan:
             check_number("rho", self.rho, above=0)
         if self.save_every is not None:
             check_count("save_every", self.save_every)
+        if self.simulated is not None:
+            check_number("simulated (seconds that a step computes)", self.simulated, least=0)
 
 
 @dataclass
@@ -118,10 +124,13 @@ def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Recor
     record = new_record(contender, plan)
     with tempfile.TemporaryDirectory(prefix="laconic-") as folder:
         try:
-            with hosts_behind(plan.link, plan.workers) as hosts:
-                reports = spawn(
-                    _train, plan.workers, contender, plan, Path(folder), progress, hosts=hosts, preload=PRELOAD
-                )
+            if plan.simulated is not None:
+                reports = run_simulated(_train, contender, plan, Path(folder), progress)
+            else:
+                with hosts_behind(plan.link, plan.workers) as hosts:
+                    reports = spawn(
+                        _train, plan.workers, contender, plan, Path(folder), progress, hosts=hosts, preload=PRELOAD
+                    )
         except WorkerFailed as failure:
             record.status, record.reason = "failed", str(failure)
             return record
@@ -158,10 +167,11 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
         report.steps = range(start, plan.steps)
         evaluated = evaluated_steps(start, plan.steps, plan.evaluations)
         nic_start = _nic_nbytes(interface)
-        clock = time.perf_counter()
+        now = time.perf_counter if session.worker is None else session.worker.comm.now  # which may be simulated
+        clock = now()
         for step in report.steps:
             if step == start + WARM_UP_STEPS:
-                report.warm_up_seconds, report.warm_up = time.perf_counter() - clock, session.read()
+                report.warm_up_seconds, report.warm_up = now() - clock, session.read()
             loss = plan.task.backward(session.module, shard, step)
             session.optimizer.step()
             session.optimizer.zero_grad()
@@ -169,7 +179,7 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 schedule.step()
             done = step + 1
             if done in evaluated:
-                report.seconds.append(time.perf_counter() - clock)
+                report.seconds.append(now() - clock)
                 report.readings.append(session.read())
                 nic = _nic_nbytes(interface)
                 report.nic_nbytes.append(None if nic is None or nic_start is None else nic - nic_start)
@@ -184,9 +194,9 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 session.worker.save(plan.checkpoint, extra)
         report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if contender.strategy.averages and session.average is not None:
-            start_seconds = time.perf_counter()
+            start_seconds = now()
             session.average()
-            report.average_seconds = time.perf_counter() - start_seconds
+            report.average_seconds = now() - start_seconds
     return report
 
 
@@ -276,7 +286,7 @@ def new_record(contender: Contender, plan: Plan) -> Record:
         higher_is_better=plan.task.higher_is_better,
         parameters=parameters,
         workers=plan.workers,
-        link=plan.link,
+        link=plan.link if plan.simulated is None else SIMULATED + plan.link,
         rho=plan.rho,
         steps=plan.steps,
         seed=plan.seed,

@@ -104,26 +104,50 @@ def metric_name(metric: str) -> str:
     return "BLEU" if metric == "bleu" else metric.replace("_", " ")
 
 
+# Before the link in a record of simulated workers. All texts about links are made from it, so all say "simulated".
+SIMULATED = "simulated "
+
+
+def is_simulated(link: str) -> bool:
+    """Returns whether a record's link is a simulated one.
+
+    Example:
+        >>> is_simulated("simulated 1gbit+50ms"), is_simulated("1gbit")
+        (True, False)
+    """
+    return link.startswith(SIMULATED)
+
+
 def link_text(link: str) -> str:
     """Formats the links of all hosts; equal links are written once.
 
     Example:
-        >>> link_text("100mbit,10mbit+20ms+1%")
+        >>> link_text("100mbit,10mbit+20ms%1")
         '100 Mbit/s, 10 Mbit/s with 20 ms delay and 1 % loss'
+        >>> link_text("simulated 1gbit+50ms~5ms")
+        'simulated 1 Gbit/s with 50 ms delay and 5 ms jitter'
     """
     if link == "none":
         return "loopback"
+    if is_simulated(link):
+        return f"simulated {link_text(link.removeprefix(SIMULATED))}"
     parts = [_one_link_text(part.strip()) for part in link.split(",")]
     return parts[0] if len(set(parts)) == 1 else ", ".join(parts)
 
 
+_LINK = re.compile(r"([\d.]+)(kbit|mbit|gbit)(?:\+([\d.]+(?:ms|s)))?(?:~([\d.]+(?:ms|s)))?(?:%([\d.]+)|\+([\d.]+)%)?")
+
+
 def _one_link_text(text: str) -> str:
-    rate, *extras = text.split("+")
-    match = re.fullmatch(r"([\d.]+)(kbit|mbit|gbit)", rate.lower())
+    match = _LINK.fullmatch(text.lower())
     if match is None:
         return text
-    words = [f"{extra[:-1]} % loss" if extra.endswith("%") else f"{_spaced(extra)} delay" for extra in extras]
-    return f"{number_text(float(match[1]))} {_RATES[match[2]]}" + (f" with {' and '.join(words)}" if words else "")
+    rate, unit, delay, jitter, *losses = match.groups()
+    loss = losses[0] or losses[1]
+    words = [f"{_spaced(delay)} delay"] if delay else []
+    words += [f"{_spaced(jitter)} jitter"] if jitter else []
+    words += [f"{loss} % loss"] if loss else []
+    return f"{number_text(float(rate))} {_RATES[unit]}" + (f" with {' and '.join(words)}" if words else "")
 
 
 def _spaced(quantity: str) -> str:

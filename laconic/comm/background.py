@@ -17,7 +17,7 @@ from typing_extensions import Self
 from laconic.comm.comm import PeerError
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
-from laconic.comm.pairing import Dropped, Need, Pairing, wakeup_key
+from laconic.comm.pairing import Demand, Dropped, Need, Pairing, wakeup_key
 from laconic.comm.register import CHECK_SECONDS, first_line, heartbeat_key
 from laconic.comm.store import JobStore, StoreGone
 from laconic.comm.wire import Connector, Wire, WireError
@@ -39,11 +39,9 @@ class BackgroundGossip(Gossip):
         self._store = store.clone()
         self._pairing = Pairing(self._store, topology, rank)
         self._last_heartbeat = time.monotonic()
-        self._exchange_seconds = 0.0  # duration of the last exchange
-        self._patient_until = math.inf  # since when it wants an exchange, plus that duration; infinite if it wants none
         # Everything below is guarded by `_changed`, on which all threads wait.
         self._changed = threading.Condition()
-        self._sought = self._urgently = 0
+        self._demand = Demand()
         self._paused, self._idle = True, True  # idle: in no exchange, and off the board
         self._closing = False
         self._woken = False
@@ -72,7 +70,7 @@ class BackgroundGossip(Gossip):
 
     def seek(self, exchanges: int, urgently: int) -> None:
         with self._changed:
-            self._sought, self._urgently, self._paused = exchanges, urgently, False
+            self._demand.sought, self._demand.urgently, self._paused = exchanges, urgently, False
             self._changed.notify_all()
         self._warn_and_raise()
 
@@ -155,9 +153,9 @@ class BackgroundGossip(Gossip):
             self._store.add(heartbeat_key(self._rank), 1)
         with self._changed:
             resting = self._paused or self._closing
-            need, wakeup = self._need(), self._wakeup
+            need, wakeup = self._demand.need(self.exchanges), self._wakeup
             self._woken = False
-        patient = self._is_patient(need)
+        patient = self._demand.is_patient(need, time.monotonic())
         peer = self._pairing.leave() if resting else self._pairing.join(need, patient, wakeup)
         self._notice_dropped()
         if peer is not None:
@@ -170,28 +168,18 @@ class BackgroundGossip(Gossip):
             self._changed.notify_all()
             # The time-out is for a partner that died before it woke up this worker, for the heartbeat, and for the end
             # of this worker's patience.
-            patience = self._patient_until - time.monotonic() if patient and need > Need.ANSWER else math.inf
+            patience = self._demand.patient_until - time.monotonic() if patient and need > Need.ANSWER else math.inf
             self._changed.wait_for(
                 lambda: (
-                    self._closing or self._paused != resting or self._woken or (not resting and self._need() != need)
+                    self._closing
+                    or self._paused != resting
+                    or self._woken
+                    or (not resting and self._demand.need(self.exchanges) != need)
                 ),
                 max(0.0, min(CHECK_SECONDS, patience)),
             )
             self._idle = resting and self._paused
         return True
-
-    def _need(self) -> Need:
-        if self.exchanges < self._urgently:
-            return Need.URGENT
-        return Need.SEEK if self.exchanges < self._sought else Need.ANSWER
-
-    def _is_patient(self, need: Need) -> bool:
-        """Returns whether this worker may refuse neighbours: for as long as its last exchange took."""
-        if need == Need.ANSWER:
-            self._patient_until = math.inf
-        elif self._patient_until == math.inf:
-            self._patient_until = time.monotonic() + self._exchange_seconds
-        return time.monotonic() < self._patient_until
 
     def _exchange(self, peer: int) -> None:
         start, nbytes = time.monotonic(), 0
@@ -214,8 +202,9 @@ class BackgroundGossip(Gossip):
             self._pairing.drop(peer, f"{silence}, says rank {self._rank}")
             self._notice_dropped()
             return
-        self._exchange_seconds, self._patient_until = time.monotonic() - start, math.inf
-        self._meter.add("background", "exchange", calls=1, nbytes=nbytes, seconds=self._exchange_seconds)
+        seconds = time.monotonic() - start
+        self._demand.end_exchange(seconds)
+        self._meter.add("background", "exchange", calls=1, nbytes=nbytes, seconds=seconds)
         with self._changed:
             self.exchanges += 1
             self.partners[peer] += 1

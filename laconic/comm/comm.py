@@ -219,6 +219,9 @@ class Comm(ABC):
         """
         return operation()
 
+    def computed(self) -> None:  # noqa: B027  no implementation has to do anything
+        """Says that this worker has computed a gradient. Real time has passed by then; simulated time passes here."""
+
     @abstractmethod
     def now(self) -> float:
         """Returns this worker's clock in seconds, for measuring intervals. Methods read no other clock."""

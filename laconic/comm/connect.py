@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import timedelta
 
 import torch
@@ -22,6 +24,8 @@ from laconic.log import warn
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # Workers may start seconds apart, while they import and load. The time-out for steps may be shorter than that.
 ARRIVAL_SECONDS = 60.0
+# Connects a worker that shares its process with others. Set in the context of each of them, by what runs them.
+IN_PROCESS: ContextVar[Callable[[], Comm] | None] = ContextVar("laconic_connect", default=None)
 
 
 def connect(device: torch.device, timeout: float) -> Comm:
@@ -42,6 +46,9 @@ def connect(device: torch.device, timeout: float) -> Comm:
     >>> connect(torch.device("cpu"), timeout=60.0).size
     1
     """
+    in_process = IN_PROCESS.get()
+    if in_process is not None:
+        return in_process()
     if not dist.is_available():
         _warn_if_launched()
         return Solo()

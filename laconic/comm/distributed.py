@@ -22,8 +22,16 @@ from laconic.comm.comm import Comm, PeerError, Pending
 from laconic.comm.finite import is_finite, raise_not_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.mesh import HAS_EPOLL, Mesh
-from laconic.comm.meter import Meter, ring_mean_nbytes, tree_children
+from laconic.comm.meter import Meter
 from laconic.comm.pairing import Dropped, Pairing
+from laconic.comm.plan import (
+    SMALL_NBYTES,
+    all_gather_nbytes,
+    all_to_all_nbytes,
+    broadcast_nbytes,
+    is_direct,
+    mean_nbytes,
+)
 from laconic.comm.register import Register, first_line
 from laconic.comm.store import StoreGone
 from laconic.comm.wire import Connector, WireError, bytes_of
@@ -32,8 +40,6 @@ from laconic.ranges import span
 from laconic.topology import Topology
 
 T = TypeVar("T")
-
-SMALL_NBYTES = 2**16
 
 
 class DistributedComm(Comm):
@@ -128,8 +134,7 @@ class DistributedComm(Comm):
         lengths = [share.numel() for share in torch.tensor_split(entries, n)]
         own = lengths[self._place]
         shares = entries.new_empty(n * own)
-        ring_nbytes = ring_mean_nbytes(nbytes, n)
-        self._all_to_all("mean", ring_nbytes, shares, entries, [own] * n, lengths, most_nbytes=nbytes).wait()
+        self._all_to_all("mean", mean_nbytes(nbytes, n), shares, entries, [own] * n, lengths, most_nbytes=nbytes).wait()
         answers = shares.view(n, own).mean(0).repeat(n)
         # The bytes of both rounds are counted in the first.
         self._all_to_all("mean", 0, entries, answers, lengths, [own] * n, most_nbytes=nbytes).wait()
@@ -139,7 +144,7 @@ class DistributedComm(Comm):
         finite_here, result = is_finite(x), contiguous_copy(x, out)
         return self._start(
             "mean",
-            ring_mean_nbytes(_nbytes(x), len(self.members)),
+            mean_nbytes(_nbytes(x), len(self.members)),
             lambda: dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._group, async_op=True),
             lambda: self._checked(result, finite_here),
         )
@@ -162,13 +167,13 @@ class DistributedComm(Comm):
                 return self._launch_direct(parts, [parts[self._place]] * n)
             return dist.all_gather(results, own, group=self._group, async_op=True)
 
-        return self._start("all_gather", (n - 1) * _nbytes(x), launch, lambda: results)
+        return self._start("all_gather", all_gather_nbytes(_nbytes(x), n), launch, lambda: results)
 
     def all_to_all_into_async(
         self, received: Tensor, sent: Tensor, *, received_lengths: Sequence[int], sent_lengths: Sequence[int]
     ) -> Pending[None]:
         check_buffers(received, sent, received_lengths, sent_lengths, self._place, len(self.members))
-        nbytes = (sent.numel() - sent_lengths[self._place]) * sent.element_size()
+        nbytes = all_to_all_nbytes(sent_lengths, self._place, sent.element_size())
         return self._all_to_all("all_to_all", nbytes, received, sent, list(received_lengths), list(sent_lengths))
 
     def _all_to_all(
@@ -197,8 +202,8 @@ class DistributedComm(Comm):
 
     def _is_direct(self, x: Tensor, most_nbytes: int | None) -> bool:
         """Returns whether messages bypass gloo. All ranks must come to the same answer."""
-        is_small = most_nbytes is not None and most_nbytes <= SMALL_NBYTES
-        return self._mesh is not None and x.device.type == "cpu" and (self._background or is_small)
+        has_mesh = self._mesh is not None and x.device.type == "cpu"
+        return has_mesh and is_direct(most_nbytes, background=self._background)
 
     def _launch_direct(self, incoming: Sequence[memoryview], outgoing: Sequence[memoryview]) -> Work:
         """Starts messages from and to the members."""
@@ -211,7 +216,7 @@ class DistributedComm(Comm):
         result, n = contiguous_copy(x, out), len(self.members)
         return self._start(
             "broadcast",
-            tree_children((self._place - self.members.index(root)) % n, n) * _nbytes(x),
+            broadcast_nbytes(_nbytes(x), (self._place - self.members.index(root)) % n, n),
             lambda: dist.broadcast(result, src=root, group=self._group, async_op=True),
             lambda: result,
         )

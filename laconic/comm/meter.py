@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -62,6 +63,9 @@ class Meter:
     `control` is the worker's own traffic (the broadcast at the start, `consensus()`, the average at the end, and 32
     bytes now and then by which the ranks compare themselves).
 
+    Args:
+        in_training_thread: tells whether the caller is the training thread; by default, that is the present thread.
+
     >>> meter = Meter()
     >>> meter.begin_step(1)
     >>> meter.add("foreground", "mean", calls=1, nbytes=400)
@@ -75,14 +79,15 @@ class Meter:
     80
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_training_thread: Callable[[], bool] | None = None) -> None:
         self.step = 0  # the current step, for error messages
         self.total = Counts()
         self.last_step = Counts()
         self.current_step = Counts()  # since the last step ended
         self._waiting_since: float | None = None  # of the training thread
         self._lock = threading.Lock()
-        self._training_thread = threading.get_ident()
+        training_thread = threading.get_ident()
+        self._in_training_thread = in_training_thread or (lambda: threading.get_ident() == training_thread)
 
     def begin_step(self, step: int) -> None:
         """Sets the current step."""
@@ -103,7 +108,7 @@ class Meter:
                 tally.calls += calls
                 tally.nbytes += nbytes
                 tally.seconds += seconds
-                if seconds and threading.get_ident() == self._training_thread:
+                if seconds and self._in_training_thread():
                     counts.waited += seconds
                     self._waiting_since = None
 
@@ -136,30 +141,3 @@ class Meter:
         """Adds seconds that the training thread spent in the method's hooks."""
         for counts in (self.total, self.current_step):
             counts.method_seconds += seconds
-
-
-def ring_mean_nbytes(nbytes: int, size: int) -> int:
-    """Returns how many bytes each of `size` ranks sends to average `nbytes` by a ring all-reduce.
-
-    >>> ring_mean_nbytes(1000, 4)
-    1500
-    """
-    return round(2 * (size - 1) * nbytes / size)
-
-
-def tree_children(place: int, size: int) -> int:
-    """Returns to how many ranks a rank sends in the binomial tree by which gloo broadcasts.
-
-    Args:
-        place: the rank, counted from the root.
-        size: the number of ranks.
-
-    >>> [tree_children(place, 4) for place in range(4)]
-    [2, 1, 0, 0]
-    """
-    children, bit = 0, 1
-    while bit < size:
-        if place < bit and place + bit < size:
-            children += 1
-        bit <<= 1
-    return children

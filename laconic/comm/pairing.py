@@ -24,6 +24,7 @@ It follows that:
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
@@ -42,6 +43,39 @@ class Need(IntEnum):
     ANSWER = 0  # it does not, but takes part if a neighbour needs one urgently
     SEEK = 1  # with a neighbour that seeks too
     URGENT = 2  # with any free neighbour
+
+
+@dataclass
+class Demand:
+    """How much one worker wants exchanges, and for how long it refuses neighbours: as long as its last exchange took.
+
+    Args:
+        sought: how many exchanges are to be made in total; until then, it seeks neighbours that seek too.
+        urgently: the same; until then, it also accepts neighbours that only answer.
+    """
+
+    sought: int = 0
+    urgently: int = 0
+    exchange_seconds: float = 0.0  # duration of the last exchange
+    patient_until: float = math.inf  # since when it wants an exchange, plus that duration; infinite if it wants none
+
+    def need(self, exchanges: int) -> Need:
+        """Returns how much it wants another exchange after so many."""
+        if exchanges < self.urgently:
+            return Need.URGENT
+        return Need.SEEK if exchanges < self.sought else Need.ANSWER
+
+    def is_patient(self, need: Need, now: float) -> bool:
+        """Returns whether this worker may refuse neighbours."""
+        if need == Need.ANSWER:
+            self.patient_until = math.inf
+        elif self.patient_until == math.inf:
+            self.patient_until = now + self.exchange_seconds
+        return now < self.patient_until
+
+    def end_exchange(self, seconds: float) -> None:
+        """Notes how long an exchange took."""
+        self.exchange_seconds, self.patient_until = seconds, math.inf
 
 
 class KeyValueStore(Protocol):
@@ -114,7 +148,7 @@ class Board:
         self.changes += 1
         since = self.free[rank].since if rank in self.free else self.changes
         self.free[rank] = Free(need, patient, since, wakeup)
-        paired = self._pair_up()
+        paired = self._pair_up(rank)
         if rank not in paired:
             return None, paired
         del paired[rank]
@@ -132,7 +166,7 @@ class Board:
             return self.busy[rank].partner, {}
         self.free.pop(rank, None)
         self.busy.pop(rank, None)
-        return None, self._pair_up()  # others may have waited for this one
+        return None, self._pair_up(rank)  # others may have waited for this one
 
     def drop(self, rank: int, why: str) -> dict[int, Free]:
         """Drops `rank`, and all workers that are then disconnected from the largest part of the graph.
@@ -160,11 +194,17 @@ class Board:
             del self.busy[node]
         return self._pair_up()
 
-    def _pair_up(self) -> dict[int, Free]:
-        """Pairs up all free neighbours that may be paired. Returns their former entries."""
+    def _pair_up(self, changed: int | None = None) -> dict[int, Free]:
+        """Pairs up all free neighbours that may be paired. Returns their former entries.
+
+        Args:
+            changed: the only worker whose entry has changed since all were paired up; None if there may be others. It
+                makes a difference to its neighbours, which may have refused others because of it, and to theirs.
+        """
         paired: dict[int, Free] = {}
-        while edges := self._possible_edges():
-            edge = min(edges, key=lambda e: (self.used.get(e, 0), sum(self.free[node].since for node in e)))
+        nodes = self.topology.nodes if changed is None else self._around(changed)
+        while edges := self._possible_edges([node for node in nodes if node in self.free]):
+            edge = min(edges, key=lambda e: (self.used.get(e, 0), sum(self.free[node].since for node in e), e))
             self.changes += 1
             self.used[edge] = self.changes
             for node, partner in (edge, edge[::-1]):
@@ -172,13 +212,19 @@ class Board:
                 self.busy[node] = Busy(partner, self.changes, noticed=False)
         return paired
 
-    def _possible_edges(self) -> list[tuple[int, int]]:
-        willing = [
-            (i, j)
-            for i in self.free
-            for j in self.topology.neighbours(i)
-            if i < j and j in self.free and not self._refuses(i, j) and not self._refuses(j, i)
-        ]
+    def _around(self, rank: int) -> list[int]:
+        """Returns the workers whose edges may become possible by a change of `rank`: up to three edges away."""
+        found, frontier = {rank}, {rank}
+        for _ in range(3):
+            frontier = {k for node in frontier for k in self.topology.neighbours(node)} - found
+            found |= frontier
+        return sorted(found)
+
+    def _possible_edges(self, nodes: list[int]) -> list[tuple[int, int]]:
+        """Returns the edges along which free neighbours may be paired, of those that have an end in `nodes`."""
+        seeking = [node for node in nodes if self.free[node].need >= Need.SEEK]  # two that only answer are not paired
+        edges = {(min(i, j), max(i, j)) for i in seeking for j in self.topology.neighbours(i) if j in self.free}
+        willing = [(i, j) for i, j in edges if not self._refuses(i, j) and not self._refuses(j, i)]
         needs = {(i, j): self.free[i].need + self.free[j].need for i, j in willing}
         could_be_paired = {node for edge in willing if needs[edge] >= Need.URGENT for node in edge}
         return [

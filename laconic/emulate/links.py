@@ -1,27 +1,17 @@
-"""Describes links: rate, delay and loss, their text form (`100mbit`, `10mbit+20ms+1%`), and the shaper's parameters."""
+"""The links of an emulated network: their text form is that of `laconic.link`, and the shaper's parameters are here."""
 
-import re
 from dataclasses import dataclass
 from math import ceil
 
-from laconic.rules import check_number, check_text
+from laconic import link
 
 MAX_HOSTS = 64
 FRAME_NBYTES = 1514  # a full Ethernet frame, as the shaper counts it
 PAYLOAD_NBYTES = 1448  # the TCP payload of a full frame
 
-_GRAMMAR = "RATE[+DELAY][+LOSS], as in 100mbit, 2.5gbit or 10mbit+20ms+1%"
-_PATTERN = re.compile(
-    r"(?P<rate>\d+(\.\d+)?)(?P<rate_unit>kbit|mbit|gbit)"
-    r"(\+(?P<delay>\d+(\.\d+)?)(?P<delay_unit>ms|s))?"
-    r"(\+(?P<loss>\d+(\.\d+)?)%)?"
-)
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SECONDS = {"ms": 1e-3, "s": 1.0}
-
 
 @dataclass(frozen=True)
-class Link:
+class Link(link.Link):
     """The cable between a host and the switch, with the same rate, delay and loss in each direction.
 
     Args:
@@ -29,25 +19,21 @@ class Link:
             pass the link.
         delay_seconds: The delay of each frame.
         loss: The fraction of frames that are lost.
+        jitter_seconds: Must be 0: only simulated links have jitter.
 
     Example:
         >>> Link(100_000_000).frame_bytes_per_second  # 12.5 MB/s plus headers
         13069751
     """
 
-    bits_per_second: int
-    delay_seconds: float = 0.0
-    loss: float = 0.0
-
     def __post_init__(self) -> None:
-        for name in ("bits_per_second", "delay_seconds", "loss"):
-            check_number(name, getattr(self, name))
+        super().__post_init__()
+        if self.jitter_seconds:
+            raise ValueError(f"an emulated link must have no jitter, not {self.jitter_seconds} s: leave out '~'")
+
+    def _check_rate(self) -> None:
         if not 1e6 <= self.bits_per_second <= 1e10:
             raise ValueError(f"a link's rate must be between 1mbit and 10gbit, not {self.bits_per_second} bit/s")
-        if not 0 <= self.delay_seconds <= 10:
-            raise ValueError(f"a link's delay must be between 0 and 10 seconds, not {self.delay_seconds}")
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"a link's loss must be at least 0 and less than 1 (100 %), not {self.loss!r}")
 
     @property
     def needs_netem(self) -> bool:
@@ -94,53 +80,24 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """Returns the link that `RATE[+DELAY][+LOSS]` describes.
-
-    Raises:
-        ValueError: The text does not have this form, or a value is out of range.
+    """Returns the link that a text describes, as `laconic.link.parse_link` does.
 
     Example:
-        >>> parse_link("10mbit+20ms+1%")
-        Link(bits_per_second=10000000, delay_seconds=0.02, loss=0.01)
+        >>> parse_link("10mbit+20ms%1").loss
+        0.01
     """
-    check_text("a link", text, "100mbit")
-    match = _PATTERN.fullmatch(text.strip().lower())
-    if match is None:
-        raise ValueError(f"a link must be written {_GRAMMAR}, not {text!r}")
-    try:
-        return Link(
-            bits_per_second=round(float(match["rate"]) * _BITS[match["rate_unit"]]),
-            delay_seconds=float(match["delay"]) * _SECONDS[match["delay_unit"]] if match["delay"] else 0.0,
-            loss=float(match["loss"]) / 100 if match["loss"] else 0.0,
-        )
-    except ValueError as error:
-        raise ValueError(f"{error} (in {text!r})") from None
+    return link.parse_link(text, Link)
 
 
 def parse_links(text: str, workers: int) -> list[Link]:
-    """Returns one link per worker.
-
-    Args:
-        text: One link for all workers (`100mbit`), or one per worker in the order of ranks, separated by commas.
-        workers: The number of workers.
-
-    Raises:
-        ValueError: A link is not valid, or the number of links is neither 1 nor `workers`.
+    """Returns one link per worker, as `laconic.link.parse_links` does, for at most 64 workers.
 
     Example:
         >>> [link.bits_per_second for link in parse_links("100mbit,1gbit", workers=2)]
         [100000000, 1000000000]
     """
     check_hosts(workers, "workers on an emulated network")
-    check_text("links", text, "100mbit,1gbit")
-    links = [parse_link(part) for part in text.split(",")]
-    if len(links) == 1:
-        return links * workers
-    if len(links) != workers:
-        raise ValueError(
-            f"give one link for all workers, or one for each of the {workers} workers, not {len(links)}: {text!r}"
-        )
-    return links
+    return link.parse_links(text, workers, Link)
 
 
 def check_hosts(count: int, what: str) -> None:

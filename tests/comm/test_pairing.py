@@ -212,6 +212,29 @@ def edges_in_lockstep(graph: topology.Topology, patient: bool, exchanges: int) -
     return edges
 
 
+class Thorough(Board):
+    """A board that looks at all edges after each change, and not only at those around it."""
+
+    def _around(self, rank: int) -> list[int]:
+        return list(self.topology.nodes)
+
+
+@given(
+    graph=st.one_of(GRAPHS, st.sampled_from([topology.ring(16), topology.torus(5, 5), topology.exponential(32)])),
+    seed=st.integers(0, 10**6),
+)
+def test_looking_around_a_change_finds_all_pairs(graph: topology.Topology, seed: int) -> None:
+    chance, near, thorough = random.Random(seed), Board(graph), Thorough(graph)
+    for _ in range(120):
+        rank = chance.choice(graph.nodes)
+        if chance.random() < 0.1:
+            assert near.leave(rank) == thorough.leave(rank)
+        else:
+            need, patient = Need(chance.randrange(3)), chance.random() < 0.7
+            assert near.join(rank, need, patient, 0) == thorough.join(rank, need, patient, 0)
+        assert str(near) == str(thorough)
+
+
 def test_a_graph_in_lockstep_does_not_fall_into_fixed_pairs() -> None:
     graph = topology.ring(4)
     assert len(set(edges_in_lockstep(graph, patient=False, exchanges=40))) == 2, "two isolated pairs"

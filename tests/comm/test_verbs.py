@@ -1,4 +1,4 @@
-"""Tests each verb over real processes: its result, its bytes, its unmodified input, its errors."""
+"""Tests each verb over real processes, and simulated: its result, its bytes, its unmodified input, its errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import laconic
 from laconic.comm import Comm, Solo, connect
+from tests.comm.conftest import Launch
 from tests.helpers import rank
 
 
@@ -47,9 +48,9 @@ def everything() -> dict[str, Any]:
     return results
 
 
-def test_every_verb() -> None:
+def test_every_verb(launch: Launch) -> None:
     base = torch.arange(6.0).view(2, 3)
-    results = laconic.spawn(everything, 3)
+    results = launch(everything, 3)
     for i, r in enumerate(results):
         assert torch.equal(r["mean"], base + 10)
         assert torch.equal(r["strided"], (base + 10).t())
@@ -87,7 +88,7 @@ def test_one_worker_alone_has_the_same_verbs() -> None:
         c.mean(torch.tensor([1.0, float("inf")]))
 
 
-def test_the_input_of_an_asynchronous_mean_may_be_overwritten_at_once() -> None:
+def test_the_input_of_an_asynchronous_mean_may_be_overwritten_at_once(launch: Launch) -> None:
     def run() -> Tensor:
         c = comm()
         x = torch.ones(1_000_000) * c.rank
@@ -95,10 +96,10 @@ def test_the_input_of_an_asynchronous_mean_may_be_overwritten_at_once() -> None:
         x.zero_()
         return pending.wait()[[0, -1]]
 
-    assert [result.tolist() for result in laconic.spawn(run, 2)] == [[0.5, 0.5]] * 2
+    assert [result.tolist() for result in launch(run, 2)] == [[0.5, 0.5]] * 2
 
 
-def test_asynchronous_verbs_write_to_out() -> None:
+def test_asynchronous_verbs_write_to_out(launch: Launch) -> None:
     def run() -> bool:
         c = comm()
         x, out = torch.ones(1_000_000) * c.rank, torch.empty(3)
@@ -107,11 +108,11 @@ def test_asynchronous_verbs_write_to_out() -> None:
         assert broadcast.wait() is out
         return bool((x == 0.5).all() and (out == 1).all())
 
-    assert laconic.spawn(run, 2) == [True, True]
+    assert launch(run, 2) == [True, True]
 
 
 @pytest.mark.parametrize("numel", [1, 2, 5, 16_384, 16_385])
-def test_the_mean_and_its_bytes_do_not_depend_on_how_it_is_sent(numel: int) -> None:
+def test_the_mean_and_its_bytes_do_not_depend_on_how_it_is_sent(launch: Launch, numel: int) -> None:
     """Up to 64 KiB a blocking mean bypasses gloo's ring."""
 
     def run() -> tuple[bool, int, int]:
@@ -123,10 +124,10 @@ def test_the_mean_and_its_bytes_do_not_depend_on_how_it_is_sent(numel: int) -> N
         assert torch.equal(torch.stack(c.all_gather(blocking)), blocking.expand(c.size, -1)), "the same on all ranks"
         return torch.allclose(blocking, asynchronous), nbytes, c.meter.total.calls("foreground", "mean")
 
-    assert laconic.spawn(run, 3) == [(True, round(2 * 2 / 3 * 4 * numel), 2)] * 3
+    assert launch(run, 3) == [(True, round(2 * 2 / 3 * 4 * numel), 2)] * 3
 
 
-def test_channels_do_not_mix() -> None:
+def test_channels_do_not_mix(launch: Launch) -> None:
     """The two ranks start two means in opposite order, each mean on its own channel."""
 
     def run() -> list[float]:
@@ -139,10 +140,10 @@ def test_channels_do_not_mix() -> None:
             b, a = two.mean_async(second), one.mean_async(first)
         return [a.wait().item(), b.wait().item()]
 
-    assert laconic.spawn(run, 2) == [[1.5, 10.5]] * 2
+    assert launch(run, 2) == [[1.5, 10.5]] * 2
 
 
-def test_dtypes() -> None:
+def test_dtypes(launch: Launch) -> None:
     def run() -> list[tuple[str, float]]:
         c = comm()
         kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -150,10 +151,10 @@ def test_dtypes() -> None:
         return [(str(mean.dtype), mean[0].item()) for mean in means]
 
     names = ["float64", "float32", "bfloat16", "float16"]
-    assert laconic.spawn(run, 2) == [[(f"torch.{name}", 0.5) for name in names]] * 2
+    assert launch(run, 2) == [[(f"torch.{name}", 0.5) for name in names]] * 2
 
 
-def test_a_sum_that_overflows_is_named() -> None:
+def test_a_sum_that_overflows_is_named(launch: Launch) -> None:
     def run() -> str:
         try:
             comm().mean(torch.full((4,), 3e38))
@@ -161,7 +162,7 @@ def test_a_sum_that_overflows_is_named() -> None:
             return str(error)
         return ""
 
-    assert laconic.spawn(run, 2) == ["mean at step 0: NaN or infinity in the sum, though finite on every rank"] * 2
+    assert launch(run, 2) == ["mean at step 0: NaN or infinity in the sum, though finite on every rank"] * 2
 
 
 def test_large_finite_values_are_no_error() -> None:
@@ -169,7 +170,7 @@ def test_large_finite_values_are_no_error() -> None:
     assert torch.equal(Solo().mean(torch.full((4,), 3e38)), torch.full((4,), 3e38))
 
 
-def test_bad_ranks_and_lengths() -> None:
+def test_bad_ranks_and_lengths(launch: Launch) -> None:
     def run() -> list[str]:
         c = comm()
         texts = []
@@ -186,7 +187,7 @@ def test_bad_ranks_and_lengths() -> None:
             texts.append(str(info.value))
         return texts
 
-    for i, texts in enumerate(laconic.spawn(run, 2)):
+    for i, texts in enumerate(launch(run, 2)):
         assert texts == [
             f"peer must be another rank, not this one ({i})",
             "peer must be a rank from 0 to 1, not 2",
@@ -229,14 +230,14 @@ def test_an_all_gather_names_the_rank_that_does_not_take_part(background: bool) 
     assert "all_gather at step 0 failed, did not answer within 2 s: rank 1 (it lives" in text
 
 
-def test_meetings_return_the_notes_and_delete_old_ones() -> None:
+def test_meetings_return_the_notes_and_delete_old_ones(launch: Launch) -> None:
     def run() -> list[Any]:
         c = comm()
         for _ in range(5):
             notes = c.meet("here", {"rank": c.rank})
         return notes
 
-    assert laconic.spawn(run, 3) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+    assert launch(run, 3) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
 
 def test_an_exchange_with_a_peer_that_comes_late() -> None:

@@ -14,6 +14,7 @@ import laconic
 from laconic.comm import Comm, Solo
 from laconic.comm.register import Register
 from laconic.comm.work import wait_for
+from tests.comm.conftest import Launch
 
 
 def in_a_worker(fn: Any) -> Any:
@@ -27,7 +28,7 @@ def in_a_worker(fn: Any) -> Any:
     return run
 
 
-def test_several_may_be_in_flight_and_inputs_may_be_overwritten() -> None:
+def test_several_may_be_in_flight_and_inputs_may_be_overwritten(launch: Launch) -> None:
     def run(comm: Comm) -> tuple[list[Tensor], list[Tensor], Tensor, int]:
         mine = torch.full((2,), float(comm.rank))
         before = comm.meter.total.nbytes("foreground")
@@ -39,14 +40,14 @@ def test_several_may_be_in_flight_and_inputs_may_be_overwritten() -> None:
         assert first is again
         return exchanged.wait(), first, mean.wait(), comm.meter.total.nbytes("foreground") - before
 
-    for rank, (exchanged, gathered, mean, nbytes) in enumerate(laconic.spawn(in_a_worker(run), 3)):
+    for rank, (exchanged, gathered, mean, nbytes) in enumerate(launch(in_a_worker(run), 3)):
         assert [chunk.tolist() for chunk in exchanged] == [[i + 10.0 * rank] * 2 for i in range(3)]
         assert [x.tolist() for x in gathered] == [[float(i)] * 2 for i in range(3)]
         assert mean.tolist() == [1.0, 1.0]
         assert nbytes == 16 + 16 + round(2 * 2 / 3 * 8)
 
 
-def test_all_to_all_of_uneven_lengths_is_a_gather_and_a_scatter() -> None:
+def test_all_to_all_of_uneven_lengths_is_a_gather_and_a_scatter(launch: Launch) -> None:
     def run(comm: Comm) -> tuple[list[Tensor], list[Tensor], int]:
         rank, size = comm.rank, comm.size
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -60,14 +61,14 @@ def test_all_to_all_of_uneven_lengths_is_a_gather_and_a_scatter() -> None:
         )
         return gathered, scattered, comm.meter.total.nbytes("foreground") - before
 
-    results = laconic.spawn(in_a_worker(run), 3)
+    results = launch(in_a_worker(run), 3)
     for rank, (gathered, scattered, nbytes) in enumerate(results):
         assert [x.tolist() for x in gathered] == ([[0], [1, 1], [2, 2, 2]] if rank == 1 else [[], [], []])
         assert [x.tolist() for x in scattered] == [[], [1, 1], []]
         assert nbytes == [1, 4, 3][rank]
 
 
-def test_all_to_all_into_fills_the_given_buffer() -> None:
+def test_all_to_all_into_fills_the_given_buffer(launch: Launch) -> None:
     """Rank r sends r + 1 entries to rank 0 and j entries to each other rank j."""
 
     def run(comm: Comm) -> tuple[list[int], int]:
@@ -83,7 +84,7 @@ def test_all_to_all_into_fills_the_given_buffer() -> None:
         assert pending.wait() is None
         return received.tolist(), comm.meter.total.nbytes("foreground") - before
 
-    results = laconic.spawn(in_a_worker(run), 3)
+    results = launch(in_a_worker(run), 3)
     assert [received for received, _ in results] == [[0, 10, 10, 20, 20, 20], [1, 11, 21], [2, 2, 12, 12, 22, 22]]
     assert [nbytes for _, nbytes in results] == [1 + 2, 2 + 2, 3 + 1]
 
@@ -106,7 +107,7 @@ def test_a_buffer_with_gaps_raises() -> None:
         Solo().all_to_all_into_async(torch.zeros(3), torch.zeros(6)[::2], received_lengths=[3], sent_lengths=[3])
 
 
-def test_a_rank_that_fails_is_named() -> None:
+def test_a_rank_that_fails_is_named(launch: Launch) -> None:
     def run(comm: Comm) -> None:
         pending = comm.all_gather_async(torch.zeros(3)) if comm.rank == 0 else None
         if pending is None:
@@ -114,7 +115,7 @@ def test_a_rank_that_fails_is_named() -> None:
         pending.wait()
 
     with pytest.raises(laconic.WorkerFailed, match="lost the data") as caught:
-        laconic.spawn(in_a_worker(run), 2)
+        launch(in_a_worker(run), 2)
     assert caught.value.rank == 1
 
 

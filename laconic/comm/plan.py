@@ -1,0 +1,98 @@
+"""What each verb sends: how many bytes, in how many rounds. The meter counts by it, and simulated links delay by it.
+
+A round is a message that is sent after the one before it has arrived, so each costs the delay of the path once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SMALL_NBYTES = 2**16  # up to here, blocking verbs of the foreground bypass gloo's rings
+
+
+def is_direct(nbytes: int | None, *, background: bool) -> bool:
+    """Returns whether messages go straight to all ranks, on connections of their own, and not around gloo's ring.
+
+    Args:
+        nbytes: an upper bound on every message, if all ranks know one.
+        background: whether the channel is a background channel.
+    """
+    return background or (nbytes is not None and nbytes <= SMALL_NBYTES)
+
+
+def mean_nbytes(nbytes: int, size: int) -> int:
+    """Returns how many bytes each of `size` ranks sends to average `nbytes`, by a ring or by direct messages.
+
+    >>> mean_nbytes(1000, 4)
+    1500
+    """
+    return round(2 * (size - 1) * nbytes / size)
+
+
+def mean_rounds(size: int, *, direct: bool) -> int:
+    """Returns the rounds of a mean: to the ranks that average a share each, and back; or twice around the ring.
+
+    >>> mean_rounds(8, direct=True), mean_rounds(8, direct=False)
+    (2, 14)
+    """
+    return 2 if direct else 2 * (size - 1)
+
+
+def all_gather_nbytes(nbytes: int, size: int) -> int:
+    """Returns how many bytes a rank sends so that all others receive its `nbytes`.
+
+    >>> all_gather_nbytes(1000, 4)
+    3000
+    """
+    return (size - 1) * nbytes
+
+
+def all_gather_rounds(size: int, *, direct: bool) -> int:
+    """Returns the rounds of an all_gather: one, or once around the ring.
+
+    >>> all_gather_rounds(8, direct=True), all_gather_rounds(8, direct=False)
+    (1, 7)
+    """
+    return 1 if direct else size - 1
+
+
+def all_to_all_nbytes(lengths: Sequence[int], place: int, element_size: int) -> int:
+    """Returns how many bytes the rank at `place` sends in an all_to_all, which takes one round.
+
+    >>> all_to_all_nbytes([5, 6, 7], place=1, element_size=4)
+    48
+    """
+    return (sum(lengths) - lengths[place]) * element_size
+
+
+def broadcast_nbytes(nbytes: int, place: int, size: int) -> int:
+    """Returns how many bytes a rank sends in the binomial tree by which gloo broadcasts.
+
+    Args:
+        nbytes: of the tensor.
+        place: of the rank, counted from the root.
+        size: the number of ranks.
+
+    >>> [broadcast_nbytes(100, place, 4) for place in range(4)]
+    [200, 100, 0, 0]
+    """
+    children, bit = 0, 1
+    while bit < size:
+        if place < bit and place + bit < size:
+            children += 1
+        bit <<= 1
+    return children * nbytes
+
+
+def broadcast_rounds(size: int) -> int:
+    """Returns the depth of the tree of a broadcast.
+
+    >>> [broadcast_rounds(size) for size in (1, 2, 4, 5)]
+    [0, 1, 2, 3]
+    """
+    return (size - 1).bit_length()
+
+
+MEETING_ROUNDS = 2  # to the store, and back
+# Of gossip: the worker that comes last replaces the board (2) and wakes up its partner (2), which reads the board (2).
+PAIRING_ROUNDS = 6
