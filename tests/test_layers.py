@@ -16,7 +16,7 @@ PACKAGE = Path(laconic.__file__).parent
 # of one layer do not use each other. "laconic" is the package's __init__.py, what users import.
 LAYERS: list[list[str]] = [
     ["names", "rules", "version", "forms"],
-    ["topology", "compress"],
+    ["topology", "compress", "link"],
     ["comm"],
     ["method"],
     ["anchor_kernels"],
