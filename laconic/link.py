@@ -28,11 +28,13 @@ _SECONDS = {"ms": 1e-3, "s": 1.0}
 class Link:
     """The cable between a host and the switch, the same in each direction.
 
-    A message from one host to another crosses two links, and is delayed by both.
+    A message from one host to another crosses two links. Each contributes half of its delay and jitter, so between two
+    hosts with the same link a message takes `delay_seconds` one way, and twice that for a round trip. The probability
+    of a loss is the mean of both links'.
 
     Args:
         bits_per_second: The goodput of one TCP transfer, as a speed test measures it.
-        delay_seconds: The delay of each packet in one direction.
+        delay_seconds: One way, to a host with the same link.
         loss: The fraction of packets that are lost.
         jitter_seconds: The most by which the delay of a packet differs from `delay_seconds`.
 

@@ -9,10 +9,12 @@ of a link: {"host": 2, "state": "down"}. Each line gets one line of JSON as repl
 """
 
 import ctypes
-import errno
+import fcntl
 import json
 import os
 import select
+import struct
+import subprocess
 import sys
 from typing import Any
 
@@ -20,7 +22,9 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 _ADDR_GEN_MODE_NONE = 1
 _TBF_HANDLE = 0x10000
-_NETEM_HANDLE = 0x20000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN_NO_PI = 0x1001
+_TUN_QUEUE = 4096  # packets that the relay may be late to read
 
 
 class CannotEmulateError(Exception):
@@ -144,6 +148,54 @@ class Fabric:
         return [(nbytes, received[port]) for nbytes, port in zip(sent, self.ports, strict=True)]
 
 
+class RelayedFabric:
+    """Hosts with a TUN device each, and the process that carries their packets (`relay.py`)."""
+
+    def __init__(self, links: list[dict[str, Any]]) -> None:
+        from pyroute2 import IPRoute
+
+        self.namespaces, relayed = [], []
+        for link in links:
+            self.namespaces.append(_new_namespace())
+            descriptor = _open_tun("eth0")
+            with IPRoute() as host:
+                (loopback,) = host.link_lookup(ifname="lo")
+                (eth0,) = host.link_lookup(ifname="eth0")
+                host.link("set", index=loopback, state="up")
+                host.addr("add", index=eth0, address=link["address"], prefixlen=link["prefix"])
+                host.link("set", index=eth0, mtu=link["mtu"], txqlen=_TUN_QUEUE)
+                _up(host, eth0)
+            relayed.append({**link, "descriptor": descriptor})
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "relay.py")
+        self._relay = subprocess.Popen(
+            [sys.executable, "-P", script, json.dumps(relayed)],
+            pass_fds=[link["descriptor"] for link in relayed],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for link in relayed:
+            os.close(link["descriptor"])
+
+    def answer(self, request: Any) -> Any:
+        assert self._relay.stdin is not None
+        assert self._relay.stdout is not None
+        self._relay.stdin.write(json.dumps(request).encode() + b"\n")
+        self._relay.stdin.flush()
+        return json.loads(self._relay.stdout.readline())
+
+
+def _open_tun(name: str) -> int:
+    try:
+        descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN_NO_PI))
+    except OSError as error:
+        raise CannotEmulateError(
+            f"delay, jitter and loss need TUN devices, and /dev/net/tun cannot be used ({error.strerror}): load the "
+            f"kernel module tun, in a container pass --device /dev/net/tun, or give only a rate"
+        ) from error
+    return descriptor
+
+
 def _up(netlink: Any, device: int) -> None:
     # Without a link-local IPv6 address there are no neighbour announcements, which the counters would include.
     if os.path.exists("/proc/net/if_inet6"):
@@ -153,23 +205,10 @@ def _up(netlink: Any, device: int) -> None:
 
 
 def _shape(netlink: Any, device: int, link: dict[str, Any]) -> None:
-    from pyroute2.netlink.exceptions import NetlinkError
     from pyroute2.netlink.rtnl import TC_H_ROOT
 
-    parent = TC_H_ROOT
-    if link["needs_netem"]:
-        settings = {"delay": link["delay_us"], "loss": link["loss_percent"], "limit": link["delayed_frames"]}
-        try:
-            netlink.tc("add", "netem", device, handle=_NETEM_HANDLE, parent=parent, **settings)
-        except NetlinkError as error:
-            if error.code == errno.ENOENT:
-                raise CannotEmulateError(
-                    "this kernel has no netem (CONFIG_NET_SCH_NETEM), which delay and loss need: give only a rate"
-                ) from error
-            raise
-        parent = _NETEM_HANDLE + 1
     buckets = {"rate": link["bytes_per_second"], "burst": link["burst_nbytes"], "limit": link["queue_nbytes"]}
-    netlink.tc("add", "tbf", device, handle=_TBF_HANDLE, parent=parent, **buckets)
+    netlink.tc("add", "tbf", device, handle=_TBF_HANDLE, parent=TC_H_ROOT, **buckets)
 
 
 def _shaped_nbytes(netlink: Any) -> dict[int, int]:
@@ -177,14 +216,14 @@ def _shaped_nbytes(netlink: Any) -> dict[int, int]:
     return {shaper["index"]: shaper.get("stats2").get("TCA_STATS_BASIC")["bytes"] for shaper in shapers}
 
 
-def _create(links: list[dict[str, Any]]) -> tuple[Fabric, dict[str, Any]]:
+def _create(links: list[dict[str, Any]]) -> tuple[Fabric | RelayedFabric, dict[str, Any]]:
     try:
         from pyroute2.netlink.exceptions import NetlinkError
     except ImportError as error:
         raise CannotEmulateError("pyroute2 is not installed: pip install 'laconic[emulate]'") from error
     in_user_namespace = acquire_network_privileges()
     try:
-        fabric = Fabric(links)
+        fabric = RelayedFabric(links) if any(link["is_relayed"] for link in links) else Fabric(links)
     except (OSError, NetlinkError) as error:
         raise CannotEmulateError(f"the kernel rejected the emulated network: {error}") from error
     user = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC) if in_user_namespace else None

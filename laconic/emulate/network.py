@@ -209,8 +209,9 @@ def _describe(link: Link, address: str) -> dict[str, Any]:
         "burst_nbytes": link.burst_nbytes,
         "queue_nbytes": link.queue_nbytes,
         "frames_per_segment": link.frames_per_segment,
-        "needs_netem": link.needs_netem,
-        "delay_us": round(link.delay_seconds * 1e6),
-        "loss_percent": link.loss * 100,
-        "delayed_frames": link.delayed_frames,
+        "is_relayed": link.is_relayed,
+        "mtu": link.mtu,
+        "delay_seconds": link.delay_seconds,
+        "jitter_seconds": link.jitter_seconds,
+        "loss": link.loss,
     }

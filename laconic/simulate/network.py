@@ -192,8 +192,8 @@ class Network:
         jitter = max(self.hosts[rank].jitter for rank in ranks)
         seconds = rounds * self._path_delay(ranks)
         if jitter:
-            # The largest of n uniform numbers is distributed as the n-th root of one. A message crosses two links.
-            for _ in range(2 * rounds):
+            # The largest of n uniform numbers is distributed as the n-th root of one.
+            for _ in range(rounds):
                 seconds += jitter * (2 * self._random.random() ** (1 / len(ranks)) - 1)
         return max(0.0, seconds)
 
@@ -204,11 +204,10 @@ class Network:
         if round_trip == 0:
             return math.inf
         window = min((host.window for host in hosts if host.window is not None), default=math.inf)
-        losses = sorted((host.loss for host in hosts), reverse=True)
-        loss = 1 - (1 - losses[0]) * (1 - losses[min(1, len(losses) - 1)])
+        loss = sum(heapq.nlargest(2, (host.loss for host in hosts))) / 2
         limit = SEGMENT_NBYTES * LOSS_CONSTANT / math.sqrt(loss) if loss else math.inf
         return min(window, limit) / round_trip
 
     def _path_delay(self, ranks: Sequence[int]) -> float:
         """Returns the seconds of the longest path between two of these hosts."""
-        return sum(heapq.nlargest(2, (self.hosts[rank].delay for rank in ranks))) if len(ranks) > 1 else 0.0
+        return sum(heapq.nlargest(2, (self.hosts[rank].delay for rank in ranks))) / 2 if len(ranks) > 1 else 0.0

@@ -120,14 +120,6 @@ def shapers(host: Host, pipe: Connection) -> None:
     pipe.send(found)
 
 
-def disciplines(host: Host, pipe: Connection) -> None:
-    from pyroute2 import IPRoute
-
-    host.enter()
-    with IPRoute() as netlink:
-        pipe.send({discipline.get("kind") for discipline in netlink.tc("dump")})
-
-
 def test_a_message_arrives_and_the_counters_include_it(network: Network) -> None:
     slower, bystander, faster = network.hosts[0], 1, network.hosts[2]  # in this direction no frames are dropped
     before = network.counters()
@@ -175,20 +167,6 @@ def test_nothing_is_added_to_the_machines_own_network() -> None:
     with Network([Link(10_000_000)]):
         assert socket.if_nameindex() == before
     assert socket.if_nameindex() == before
-
-
-@pytest.mark.usefixtures("network")
-def test_delay_and_loss_are_emulated_or_rejected_with_the_reason() -> None:
-    with ExitStack() as stack:
-        try:
-            network = stack.enter_context(Network(parse_links("10mbit+5ms+1%", workers=2)))
-        except EmulationError as error:
-            reason = str(error)
-        else:
-            assert answer(disciplines, network.hosts[0]) >= {"netem", "tbf"}
-            return
-    assert "no netem" in reason
-    assert "--link none" in reason
 
 
 OWNER = """
