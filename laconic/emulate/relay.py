@@ -2,8 +2,8 @@
 
 Each host has a TUN device, whose packets this process reads and writes. A packet from host i to host j waits for its
 turn on i's link, is on its way for half of i's and half of j's delay (so for the delay, if both are equal), and waits
-for its turn on j's link. It is lost with the mean of both links' probabilities, or if too many bytes wait for i's or j's
-link already.
+for its turn on j's link. It is lost with the mean of both links' probabilities, or if too many bytes wait for i's or
+j's link already.
 
 It is run by its file path, as `holder.py` is, and ends when its standard input is closed. Protocol: the first argument
 is a JSON list of links with the descriptors of their TUN devices; each line on standard input is "counters", or the

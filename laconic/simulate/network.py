@@ -1,7 +1,7 @@
 """Simulated hosts on one switch: how long messages take.
 
 A host's link carries its messages in each direction at its rate, shared evenly among the messages that are under way.
-Beyond that, each round of messages takes the delay of both links that it crosses. A connection that loses packets, or
+Beyond that, each round of messages takes half of the delay of both links that it crosses. A connection that loses packets, or
 whose window is short, is also limited by its round-trip time. The switch itself is as fast as it must be.
 """
 
