@@ -25,7 +25,8 @@ from laconic import compress, topology
 from laconic.compress.spec import NAMES
 from laconic.emulate import Network
 from laconic.emulate.hosts import hosts_behind
-from laconic.emulate.links import Link, parse_link, parse_links
+from laconic.emulate.links import Link, parse_links
+from laconic.link import parse_link
 from laconic.tasks import TASKS, Task
 
 BAD: list[Any] = [

@@ -1,8 +1,8 @@
 """Simulated hosts on one switch: how long messages take.
 
 A host's link carries its messages in each direction at its rate, shared evenly among the messages that are under way.
-Beyond that, each round of messages takes half of the delay of both links that it crosses. A connection that loses packets, or
-whose window is short, is also limited by its round-trip time. The switch itself is as fast as it must be.
+Beyond that, each round of messages takes half of the delay of both links that it crosses. A connection that loses
+packets, or whose window is short, is also limited by its round-trip time. The switch itself is as fast as it must be.
 """
 
 from __future__ import annotations

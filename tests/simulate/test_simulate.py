@@ -75,7 +75,7 @@ def test_a_slow_uplink_slows_down_the_ring_and_a_worker_that_starts_late_is_awai
         c.mean(torch.ones(250_000))
         return c.now()
 
-    links = ["8mbit", "8mbit", Host("2mbit", down="8mbit")]
+    links: list[str | Host] = ["8mbit", "8mbit", Host("2mbit", down="8mbit")]
     assert laconic.simulate(run, 3, link=links) == pytest.approx([4 / 3 * 4] * 3)
     assert laconic.simulate(run, 3, link="8mbit", starts={1: 5.0}) == pytest.approx([5.0 + 4 / 3] * 3)
 
