@@ -114,7 +114,7 @@ class Meter:
 
     def begin_wait(self, now: float) -> None:
         """Notes that a wait begins, which `add` will count once it is over. `now`: by the clock of the comm."""
-        if threading.get_ident() == self._training_thread:
+        if self._in_training_thread():
             self._waiting_since = now
 
     def waited_until(self, now: float) -> float:
