@@ -396,7 +396,7 @@ def test_pairs_of_a_pool_are_the_pairs_of_the_order():
         ({"weight_decay": -1.0}, "weight_decay must be a finite number at least 0 .*, not -1.0"),
         ({"optimizer": "lion"}, "optimizer must be one of adam, adamw, sgd, not 'lion'"),
         ({"schedule": "linear"}, "schedule must be one of cosine, constant, not 'linear'"),
-        ({"model": "gpt"}, "model must be one of cnn, mlp, wide, not 'gpt'"),
+        ({"model": "gpt"}, "model must be one of cnn, mlp, middle, wide, not 'gpt'"),
         ({"partition": "dirichlet:-1"}, "above 0, not 'dirichlet:-1'"),
     ],
 )
