@@ -32,7 +32,8 @@ def helper(function: Callable[..., Any]) -> Any:
     It becomes a part of each kernel that uses it. Without wrappers for Python and C and without a cache entry of its
     own, kernels compile in two thirds of the time.
     """
-    return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    options: dict[str, Any] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(**options)(function)
 
 
 @functools.cache
