@@ -1,4 +1,4 @@
-"""Trains with Accelerate: what `Accelerator.prepare` returned, and `save_state` and `load_state` with all ranks' state."""
+"""Trains what `Accelerator.prepare` has prepared; `save_state` and `load_state` include the state of all ranks."""
 
 from __future__ import annotations
 
