@@ -13,7 +13,8 @@ MAKEFLAGS += -j2
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,simulate,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[bench,transformers,lightning,accelerate,dev]'
 	touch $@
 
 demo: $(STAMP)
@@ -40,7 +41,7 @@ LOWEST := .venv-lowest
 test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[bench,simulate]' \
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[bench]' \
 		pytest pytest-timeout pytest-xdist hypothesis
 	$(LOWEST)/bin/python -m pytest -n 3 --dist worksteal
 

@@ -1,6 +1,6 @@
 """Trains on scikit-learn's digits with Accelerate; only the three lines marked (*) are laconic's.
 
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py runs/accelerate      continues where it was stopped
+accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py runs/accelerate      again: continues
 """
 
 import argparse

@@ -17,7 +17,7 @@ from laconic.integrations.transformers import LaconicTrainer  # (*) in place of 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
 parser.add_argument("--model")
-parser.add_argument("--text", type=Path, help="by default laconic's own source code")
+parser.add_argument("--text", type=Path)
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--resume", action="store_true")
 arguments = parser.parse_args()
@@ -34,7 +34,6 @@ else:
 settings = TrainingArguments(
     output_dir=str(arguments.out),
     max_steps=arguments.steps,
-    per_device_train_batch_size=8,
     gradient_accumulation_steps=2,
     learning_rate=3e-3,
     lr_scheduler_type="cosine",

@@ -31,8 +31,8 @@ held_out = torch.arange(len(labels)) % 5 == 0
 class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        parts = [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        self.body = nn.Sequential(*parts, nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+        parts = [part for _ in range(2) for part in (nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))]
+        self.body = nn.Sequential(*parts[:2], nn.ReLU(), *parts[2:])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.relu(x + self.body(x))
@@ -54,9 +54,6 @@ with laconic.Worker(model, optimizer, laconic.Divisible()) as worker:
             ema.update_parameters(model)
         averaged = {n: v.clone() for n, v in ema.module.eval().state_dict().items() if v.is_floating_point()}
         worker.average_(averaged.values())  # over workers; each goes on with its own
-        with torch.no_grad():
-            logits = torch.func.functional_call(ema.module, averaged, (pixels[held_out],))
+        found = torch.func.functional_call(ema.module, averaged, (pixels[held_out],)).argmax(dim=1)
         if worker.rank == 0:
-            print(
-                f"epoch {epoch}: accuracy of the averaged EMA {(logits.argmax(1) == labels[held_out]).float().mean():.1%}"
-            )
+            print(f"epoch {epoch}: accuracy of the averaged EMA {(found == labels[held_out]).float().mean():.1%}")

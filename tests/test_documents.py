@@ -6,6 +6,7 @@ import ast
 import contextlib
 import doctest
 import io
+import json
 import os
 import re
 import runpy
@@ -96,45 +97,90 @@ def test_the_table_of_methods_is_complete() -> None:
         assert f"`{name}`" in text, f"{name} is not in the README"
 
 
-LAUNCHES_ITSELF = "own_task.py"
+LAUNCHES_ITSELF = {"own_task.py", "own_group.py", "lightning_trainer.py"}
+NEEDS = {"hf_trainer.py": "transformers", "accelerate_loop.py": "accelerate"}
+# The runs of each example, one after the other: its arguments, and what rank 0 prints. TMP is a folder for all of them.
+RUNS: dict[str, list[tuple[list[str], str]]] = {
+    "quickstart.py": [([], "step 200: loss")],
+    "resume.py": [(["TMP"], "lowest loss"), (["TMP"], "continues after step 60")],
+    "own_method.py": [([], "averaged ")],
+    "digits.py": [([], "epoch 9: accuracy 9")],
+    "nanogpt.py": [
+        (["TMP", "--steps=20"], "step 20: held-out loss"),
+        (["TMP", "--steps=40"], "step 40: held-out loss"),
+    ],
+    "resnet_ema.py": [(["--epochs=2"], "epoch 1: accuracy of the averaged EMA ")],
+    "hf_trainer.py": [(["TMP", "--steps=8"], "step 8: best held-out loss ")],
+    "accelerate_loop.py": [(["TMP", "--epochs=1"], "epoch 1: accuracy"), (["TMP", "--epochs=2"], "epoch 2: accuracy")],
+}
 
 
-@pytest.mark.parametrize(
-    "example", sorted({path.name for path in (ROOT / "examples").glob("*.py")} - {LAUNCHES_ITSELF})
-)
-def test_examples_are_short_and_run(example: str, tmp_path: Path) -> None:
-    """Runs each example as torchrun does (test_machines.py uses torchrun itself), `resume` twice."""
+def test_examples_are_short_and_all_run_below() -> None:
+    found = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    assert found.keys() == RUNS.keys() | LAUNCHES_ITSELF
+    assert {name for name, text in found.items() if len(text.splitlines()) >= 60} == set()
+
+
+@pytest.mark.parametrize("example", sorted(RUNS))
+def test_examples_run(example: str, tmp_path: Path) -> None:
+    """Runs each example as torchrun does; test_machines.py uses torchrun itself."""
+    if example in NEEDS:
+        pytest.importorskip(NEEDS[example], reason=f"{NEEDS[example]} is not installed")
     path = ROOT / "examples" / example
-    assert len(path.read_text().splitlines()) < 60
-    expected = {
-        "quickstart.py": "step 200: loss",
-        "resume.py": "continues after step 60",
-        "own_method.py": "averaged ",
-        "digits.py": "epoch 9: accuracy 9",
-    }
 
-    def run_it() -> str:
+    def run_it(arguments: list[str]) -> str:
         os.chdir(tmp_path)
-        sys.argv = [str(path), str(tmp_path / "checkpoint")]
+        sys.argv = [str(path), *(str(tmp_path / "out") if one == "TMP" else one for one in arguments)]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             runpy.run_path(str(path), run_name="__main__")
         return printed.getvalue()
 
-    for _ in range(2 if example == "resume.py" else 1):
-        printed = laconic.spawn(run_it, 2)
-    assert expected[example] in printed[0]
+    for arguments, expected in RUNS[example]:
+        printed = laconic.spawn(run_it, 2, arguments)
+        assert expected in printed[0]
+    if len(RUNS[example]) > 1 and example != "resume.py":
+        assert RUNS[example][0][1] not in printed[0], "the second run must continue after the first"
 
 
-def test_the_example_that_launches_its_own_workers_runs() -> None:
+def launch(example: str, folder: Path, *arguments: str) -> str:
+    """Runs an example that starts its own workers, and returns what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / LAUNCHES_ITSELF)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, str(ROOT / "examples" / example), *arguments],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(\S+): ok, loss 0\.\d+$", done.stdout, re.MULTILINE) == ["local_sgd+period=4", "allreduce"]
+    return done.stdout
+
+
+def test_the_own_task_runs(tmp_path: Path) -> None:
+    printed = launch("own_task.py", tmp_path)
+    assert re.findall(r"^(\S+): ok, loss 0\.\d+$", printed, re.MULTILINE) == ["local_sgd+period=4", "allreduce"]
+
+
+def test_a_group_of_another_engine(tmp_path: Path) -> None:
+    assert "step 200 of 2 workers: loss 0." in launch("own_group.py", tmp_path)
+
+
+def test_lightning_launches_two_devices(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install 'laconic[lightning]'")
+    assert "epoch 1: accuracy " in launch("lightning_trainer.py", tmp_path, "--epochs=1")
+    (folder,) = tmp_path.rglob("last.ckpt.laconic")
+    assert len(list(folder.rglob("rank-*.pt"))) == 2
+
+
+def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert all(curve[-1][0] > 0.8 for curve in names["curves"].values())
+    assert "Divisible" in capsys.readouterr().out
 
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -18,15 +18,18 @@ ROOT = Path(__file__).parent.parent
 
 def launch(address: str, endpoint: str, folder: Path) -> str:
     """Runs on one host the command that a user types there."""
-    first = address == endpoint
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-id", "my-job", "--rdzv-endpoint", f"{endpoint}:29400"]
-    # Emulated hosts have no names, so torchrun cannot find out by itself whether the endpoint is its own address.
-    command += ["--local-addr", address, "--rdzv-conf", f"is_host={int(first)}"]
-    command += [str(ROOT / "examples" / "quickstart.py")]
+    # Emulated hosts have no names, so torchrun cannot find out by itself whether the endpoint is its own address; the
+    # script tells it.
+    example = ROOT / "examples"
+    command = [str(example / "two_machines.sh"), address, endpoint, str(example / "quickstart.py")]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "LOCAL_", "MASTER", "TORCHEL"))}
     done = subprocess.run(
-        command, cwd=folder, env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env=clean | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

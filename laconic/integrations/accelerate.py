@@ -1,4 +1,4 @@
-"""Trains with Accelerate: what `Accelerator.prepare` returned, and `save_state` and `load_state` with all ranks' state."""
+"""Trains what `Accelerator.prepare` has prepared; `save_state` and `load_state` include the state of all ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _State:
         self._companion = Companion(worker)
         self._loading: Path | None = None
         accelerator.register_save_state_pre_hook(self._save)
-        accelerator.register_load_state_pre_hook(self._note_directory)
+        accelerator.register_load_state_pre_hook(self._before_load)
         accelerator.register_for_checkpointing(self)
 
     def _save(self, models: list[nn.Module], weights: list[dict[str, Any]], directory: str) -> None:
@@ -96,14 +96,24 @@ class _State:
                 }
                 state_dict.update(with_own_memory(mine))
 
-    def _note_directory(self, models: list[nn.Module], directory: str) -> None:
+    def _before_load(self, models: list[nn.Module], directory: str) -> None:
+        if not self._worker.is_running:
+            return
         self._loading = Path(directory)
+        for parameter in self._worker.parameters:
+            parameter.data = parameter.data.clone()  # safetensors refuses to load into views of one vector
 
     def state_dict(self) -> dict[str, Any]:
         return {"folder": self._name}
 
+    @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        if not self._worker.is_running or self._loading is None:
+        if self._loading is None:
             return
-        if not self._companion.load(self._loading / self._name):
-            self._worker.reset()  # all ranks have loaded the same model
+        directory, self._loading = self._loading, None
+        worker = self._worker
+        for parameter, view in zip(worker.parameters, worker.views(worker.x), strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+        if not self._companion.load(directory / self._name):
+            worker.reset()  # all ranks have loaded the same model

@@ -125,7 +125,7 @@ class LaconicStrategy(DDPStrategy):
             assert self.worker is not None
             if "://" in str(filepath):
                 raise ValueError(
-                    f"checkpoints must be saved to a local or shared directory, since each rank writes its state beside "
+                    f"checkpoints must be in a local or shared directory, where each rank writes its state beside "
                     f"them, not to {filepath}: set ModelCheckpoint(dirpath=…), or save_weights_only=True"
                 )
             checkpoint[KEY] = {"step": self.worker.step}

@@ -65,11 +65,11 @@ class LaconicTrainer(Trainer):  # type: ignore[misc]
         for setting, is_on in unfit.items():
             if is_on:
                 raise ValueError(f"LaconicTrainer trains one replica per process, so it cannot be used with {setting}")
-        # First of all callbacks, so that the others find the model of rank 0 at the start and the averaged one at the end.
+        # The first callback, so that the others find rank 0's model at the start and the averaged one at the end.
         self.callback_handler.callbacks.insert(0, _StartAndEnd(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains as `transformers.Trainer.train`, from a checkpoint folder with the state of all ranks if there is one."""
+        """Trains as `transformers.Trainer.train`; from a checkpoint folder with the state of all ranks in it."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None

@@ -34,9 +34,11 @@ def train(
         load: from where to continue, after half of the epochs.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     from laconic.integrations.accelerate import LaconicWorker
 
+    AcceleratorState._reset_state()  # else the precision of the first run would be that of all
     accelerator = Accelerator(cpu=True, **settings)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 2))
@@ -80,10 +82,12 @@ def train(
 def saved_models(directory: Path) -> list[Any]:
     """Saves within a run, and returns the averaged model at that moment and the one in the file."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from safetensors.torch import load_file
 
     from laconic.integrations.accelerate import LaconicWorker
 
+    AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model, optimizer = accelerator.prepare(built := nn.Linear(6, 2), torch.optim.SGD(built.parameters(), lr=0.1))
