@@ -1,8 +1,7 @@
 """Fine-tunes a transformers model with the Hugging Face Trainer; only the three lines marked (*) are laconic's.
 
-torchrun --nproc-per-node 2 examples/hf_trainer.py runs/hf                  a small GPT-2 with random weights
+torchrun --nproc-per-node 2 examples/hf_trainer.py runs/hf                  a small GPT-2, random weights; --resume
 torchrun --nproc-per-node 2 examples/hf_trainer.py runs/hf --model gpt2     one from the Hub, or from a folder
-torchrun --nproc-per-node 2 examples/hf_trainer.py runs/hf --resume         from the last checkpoint
 """
 
 import argparse
@@ -38,6 +37,7 @@ settings = TrainingArguments(
     learning_rate=3e-3,
     lr_scheduler_type="cosine",
     bf16=True,
+    use_cpu=not torch.cuda.is_available(),
     eval_strategy="steps",
     eval_steps=max(1, arguments.steps // 4),
     save_steps=max(1, arguments.steps // 4),

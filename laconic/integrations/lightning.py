@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ SUFFIX = ".laconic"  # of the folder beside a checkpoint file that holds the sta
 KEY = "laconic"  # in the checkpoint file
 
 
-class LaconicStrategy(DDPStrategy):
+class LaconicStrategy(DDPStrategy):  # type: ignore[misc]
     """A strategy for `lightning.Trainer` whose workers communicate by a method of laconic.
 
     Processes are launched and data is sharded as by Lightning's `DDPStrategy`. The model is not wrapped. Validation and
@@ -113,9 +113,7 @@ class LaconicStrategy(DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.worker is None:
-            return super().lightning_module_state_dict()
-        with self.worker.consensus():
+        with self.worker.consensus() if self.worker is not None else nullcontext():
             return with_own_memory(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -143,7 +141,7 @@ class LaconicStrategy(DDPStrategy):
         self._postponed = [path for path in self._postponed if path != folder]
         shutil.rmtree(folder, ignore_errors=True)  # ranks of one machine remove the same folder
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         self._resumed_from = checkpoint_path
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 

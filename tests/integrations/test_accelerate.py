@@ -159,4 +159,4 @@ def test_arguments_that_do_not_fit() -> None:
 
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"accelerator must be an accelerate\.Accelerator"):
-        LaconicWorker("accelerator", model, torch.optim.SGD(model.parameters()), laconic.AllReduce())  # type: ignore[arg-type]
+        LaconicWorker("accelerator", model, torch.optim.SGD(model.parameters()), laconic.AllReduce())

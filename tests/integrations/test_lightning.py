@@ -21,7 +21,7 @@ def build(width: int) -> Any:
     """Returns a module and the loaders of its data."""
     import lightning
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 2))
@@ -163,7 +163,7 @@ def test_a_failure_ends_the_worker(tmp_path: Path) -> None:
 
     from laconic.integrations.lightning import LaconicStrategy
 
-    class Failing(lightning.Callback):
+    class Failing(lightning.Callback):  # type: ignore[misc]
         def on_validation_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
             if not trainer.sanity_checking:
                 raise ArithmeticError("on purpose")

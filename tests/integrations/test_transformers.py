@@ -40,7 +40,7 @@ def build(method: laconic.Method | None, directory: Path, width: int = 16, **set
         disable_tqdm=True,
         **settings,
     )
-    data = {"train_dataset": sentences(64, 1), "eval_dataset": sentences(16, 2)}
+    data: dict[str, Any] = {"train_dataset": sentences(64, 1), "eval_dataset": sentences(16, 2)}
     if method is None:
         return Trainer(GPT2LMHeadModel(config), arguments, **data)
     return LaconicTrainer(GPT2LMHeadModel(config), arguments, method=method, **data)
@@ -51,7 +51,12 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 def compare_with_ddp(directory: Path) -> dict[str, Any]:
-    settings = {"max_steps": 8, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 4}
+    settings: dict[str, Any] = {
+        "max_steps": 8,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+    }
     outcome = {}
     for name, method in {"ddp": None, "all_reduce": laconic.AllReduce()}.items():
         trainer = build(method, directory / name, **settings)
@@ -64,7 +69,7 @@ def save_and_resume(directory: Path) -> dict[str, Any]:
     """Trains with everything that a Trainer can do, once in one go and once from the checkpoint in the middle."""
     from transformers import GPT2LMHeadModel
 
-    settings = {
+    settings: dict[str, Any] = {
         "max_steps": 8,
         "save_strategy": "steps",
         "save_steps": 4,
@@ -182,7 +187,7 @@ def test_another_trainer_class_in_one_process(tmp_path: Path) -> None:
         pass
 
     assert Both.__mro__.index(LaconicTrainer) < Both.__mro__.index(Seq2SeqTrainer)
-    settings = {"save_strategy": "steps", "save_steps": 2}
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     build(None, tmp_path, max_steps=2, **settings).train()
     trainer = build(laconic.LocalSGD(), tmp_path, max_steps=4, **settings)
     with pytest.warns(UserWarning, match="there is no state of a worker"):
