@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     n, steps = options.workers, options.steps
     print(
-        "| method | workers | steps | wall (s) | ms per worker-step | beyond gradient | MiB a worker | simulated (s) |"
+        "| method | workers | steps | wall (s) | ms a worker-step | beyond the gradient | MiB a worker | virtual (s) |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for name in options.methods:
