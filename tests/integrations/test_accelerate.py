@@ -151,7 +151,7 @@ def test_worker(tmp_path: Path) -> None:
         assert torch.equal(saved, averaged)
         assert torch.equal(loaded, own)
         ddp_nbytes, divisible_nbytes = outcome["traffic"]
-        assert divisible_nbytes < ddp_nbytes / 3
+        assert divisible_nbytes < ddp_nbytes / 2
 
 
 def test_arguments_that_do_not_fit() -> None:

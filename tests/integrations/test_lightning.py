@@ -146,7 +146,7 @@ def test_strategy(tmp_path: Path) -> None:
     assert first["metrics"]["laconic_bytes_background"] > 0
 
     for ddp_nbytes, divisible_nbytes in (outcome["traffic"] for outcome in outcomes):
-        assert divisible_nbytes < ddp_nbytes / 3
+        assert divisible_nbytes < ddp_nbytes / 2
 
 
 def test_arguments_that_do_not_fit() -> None:

@@ -163,7 +163,7 @@ def test_trainer(tmp_path: Path) -> None:
         assert torch.equal(x, first["saved"]), "this is not the best model, which was saved first"
 
     for ddp_nbytes, divisible_nbytes in (outcome["traffic"] for outcome in outcomes):
-        assert divisible_nbytes < ddp_nbytes / 3
+        assert divisible_nbytes < ddp_nbytes / 2
 
     assert outcomes[1]["failure"] == "ArithmeticError: on purpose"
     assert "PeerError" in outcomes[0]["failure"]
