@@ -7,6 +7,7 @@ flight. `Worker.save` writes them, into a folder of its own in or beside the fra
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -68,7 +69,7 @@ class Companion:
 
 
 def metrics_of(worker: Worker) -> dict[str, float]:
-    """Returns what a framework logs about this rank: bytes and seconds since the start, and the method's metrics.
+    """Returns what a framework logs about this rank: `worker.metrics()` without keys that the method has no value for.
 
     >>> import laconic
     >>> model = torch.nn.Linear(3, 1)
@@ -76,14 +77,7 @@ def metrics_of(worker: Worker) -> dict[str, float]:
     ...     metrics_of(worker)["laconic_bytes_foreground"]
     0.0
     """
-    total = worker.meter.total
-    found = {
-        "bytes_foreground": float(total.nbytes("foreground")),
-        "bytes_background": float(total.nbytes("background")),
-        "seconds_waited": total.waited,
-        **worker.method.metrics(),
-    }
-    return {f"laconic_{name}": value for name, value in found.items()}
+    return {f"laconic_{name}": value for name, value in worker.metrics().items() if not math.isnan(value)}
 
 
 def with_own_memory(state_dict: dict[str, Any]) -> dict[str, Any]:
