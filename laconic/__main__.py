@@ -10,8 +10,7 @@ from laconic.extras import MissingExtra, need
 def main() -> None:
     """Runs the command line, or says what to install for it."""
     try:
-        for package in "rich":
-            need(package, "cli")
+        need("rich", "cli")
     except MissingExtra as missing:
         sys.exit(f"laconic: {missing} (with everything that comparisons need: 'laconic[bench]')")
     from laconic import cli

@@ -15,7 +15,7 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -237,7 +237,6 @@ def squarest_torus(n: int) -> Topology:
 TOPOLOGIES = {"ring": ring, "exponential": exponential, "complete": complete, "torus": squarest_torus}
 
 
-@lru_cache(maxsize=64)  # simulated workers share their process, and a large graph takes a while to build
 def named(name: str, n: int) -> Topology:
     """Returns the topology of this name for n workers.
 
@@ -249,7 +248,14 @@ def named(name: str, n: int) -> Topology:
         >>> topology.named("torus", 6) == topology.torus(2, 3)
         True
     """
-    return look_up("topology", name, TOPOLOGIES)(n)
+    build = look_up("topology", name, TOPOLOGIES)
+    _check_node_count(n)
+    return _built(build, n)
+
+
+@lru_cache(maxsize=64)  # simulated workers share their process, and a large graph takes a while to build
+def _built(build: Callable[[int], Topology], n: int) -> Topology:
+    return build(n)
 
 
 def _sorted_unique(edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -86,10 +86,10 @@ def bare_optimizers(given: object) -> list[torch.optim.Optimizer]:
     >>> bare_optimizers(Wrapped(adam))[0] is adam
     True
     """
-    several = list(given) if isinstance(given, Sequence) else [given]
+    several = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
     if not several:
         raise ValueError("optimizer must be a torch.optim.Optimizer or a list of them, not an empty list")
-    found = [_bare_optimizer(one) for one in several]
+    found = [_bare_optimizer(one, "" if one is given else f" in the list {given}") for one in several]
     if len(set(map(id, found))) < len(found):
         raise ValueError("each optimizer must be given once, and the list has one of them twice")
     for optimizer in found:
@@ -101,7 +101,7 @@ def bare_optimizers(given: object) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _bare_optimizer(given: object) -> torch.optim.Optimizer:
+def _bare_optimizer(given: object, place: str) -> torch.optim.Optimizer:
     found = given
     for _ in range(MOST_WRAPPERS):
         # A wrapper may be an Optimizer by its class, without what Optimizer's constructor makes.
@@ -110,5 +110,5 @@ def _bare_optimizer(given: object) -> torch.optim.Optimizer:
         found = next((inner for name in INSIDE if (inner := getattr(found, name, None)) is not None), None)
     raise ValueError(
         f"optimizer must be a torch.optim.Optimizer, a wrapper that has one as .optimizer, or a list of these, not "
-        f"{given if not isinstance(given, torch.optim.Optimizer) else type(given).__name__!r}"
+        f"{given if not isinstance(given, torch.optim.Optimizer) else type(given).__name__!r}{place}"
     )

@@ -93,7 +93,7 @@ def test_digits_name_the_extra_that_they_need(monkeypatch):
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(extras.MissingExtra, match=re.escape("scikit-learn: pip install 'laconic[tasks]'")):
-        digits._digits.__wrapped__()  # without its cache
+        digits._digits.__wrapped__(None)  # without its cache
 
 
 def test_an_error_inside_a_package_is_not_taken_for_a_missing_extra(tmp_path, monkeypatch):
@@ -125,6 +125,6 @@ def test_type_checkers_know_that_state_is_no_argument(tmp_path):
     (tmp_path / "mine.py").write_text(TYPED)
     arguments = ["--follow-imports=silent", f"--cache-dir={tmp_path}", f"--python-executable={sys.executable}"]
     printed, _, _ = api.run([*arguments, str(tmp_path / "mine.py")])
-    assert [line.split(": ", 1)[1] for line in printed.splitlines() if "error" in line] == [
+    assert [line.split(": ", 1)[1] for line in printed.splitlines() if ": error: " in line] == [
         'error: Too many arguments for "Counting"  [call-arg]'
     ]

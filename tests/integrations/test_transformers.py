@@ -156,7 +156,7 @@ def test_trainer(tmp_path: Path) -> None:
     assert first["eval_losses"][0] == first["eval_losses"][1]
     assert first["eval_losses"][0][0] == pytest.approx(first["saved eval_loss"], rel=1e-6)
     assert not torch.equal(first["own"], second["own"])
-    assert {"laconic_bytes_background", "laconic_seconds_waited", "laconic_period"} <= set(first["logged"])
+    assert {"laconic_bytes_background", "laconic_waited_seconds", "laconic_period"} <= set(first["logged"])
     assert first["rates"] == sorted(first["rates"], reverse=True)
     assert first["rates"][-1] < 1e-3
     for x in (*first["x"], *second["x"], second["saved"]):
