@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import laconic
 from laconic.emulate import hosts_behind
-from laconic.emulate.links import parse_link
+from laconic.link import parse_link
 
 WARM_UP = 3
 

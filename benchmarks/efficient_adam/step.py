@@ -24,7 +24,7 @@ import laconic
 from laconic.bench.run import PRELOAD
 from laconic.bench.strategies import parse_contender
 from laconic.emulate import hosts_behind
-from laconic.emulate.links import parse_link
+from laconic.link import parse_link
 from laconic.tasks.fashion import Fashion
 from laconic.tasks.task import Shard
 
