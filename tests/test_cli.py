@@ -194,6 +194,34 @@ def test_own_task_by_module_and_class(
     assert "no task in own_task is called 'Sinus'; did you mean Sine? there are: Sine" in capsys.readouterr().err
 
 
+def test_simulated_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """80 workers, more than can be emulated; times follow from the link and do not depend on this machine."""
+    pytest.importorskip("greenlet")
+    base = f"compare --simulate --workers 80 --out {tmp_path} --steps 4 --evaluations 1"
+    words = "--link 1gbit+10ms --compute 0.5 --methods allreduce,local_sgd+period=2 --batch-size 4"
+    assert call(monkeypatch, f"{base} {words}") == 0
+    allreduce, local_sgd = RunsFile(tmp_path).read()
+    assert allreduce.link == "simulated 1gbit+10ms"
+    assert 4 * 0.5 + 4 * 158 * 0.01 < allreduce.seconds < 10.0, "158 rounds of a ring in each step"
+    assert 2.0 < local_sgd.seconds < allreduce.seconds
+    assert "(simulated)" in capsys.readouterr().out
+    assert "Simulated in one process, not measured" in (tmp_path / "index.html").read_text()
+    for bad, message in [
+        ("--link 1gbit --methods ddp", "ddp must be a method of laconic to be simulated"),
+        ("--methods allreduce", "a simulation needs a link"),
+        ("--link 1gbit+oops --methods allreduce", "RATE[+DELAY]"),
+        ("--rho 3 --methods allreduce", "--rho measures real processes"),
+    ]:
+        assert call(monkeypatch, f"{base} --overwrite {bad}") == 2
+        assert message in capsys.readouterr().err
+    assert call(monkeypatch, "compare --workers 80") == 2
+    assert "from 1 to 64 (up to 4096 with compare --simulate)" in capsys.readouterr().err
+    assert call(monkeypatch, "compare --compute 1") == 2
+    assert "add --simulate" in capsys.readouterr().err
+
+
 def test_after_ctrl_c_train_names_the_command_that_resumes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from laconic.bench.record import Record
 from laconic.bench.run import Plan
 from laconic.bench.strategies import Contender
-from laconic.bench.units import labelled_metric_text, metric_text, nbytes_text, seconds_text
+from laconic.bench.units import is_simulated, labelled_metric_text, metric_text, nbytes_text, seconds_text
 
 REFRESH_SECONDS = 0.25
 LINE_SECONDS = 10.0  # between two plain lines, where there is no terminal
@@ -84,7 +84,8 @@ def result_text(record: Record) -> str:
     final = record.final()
     if record.status != "ok" or final is None:
         return f"failed: {record.reason.strip().splitlines()[-1]}"
-    text = f"{labelled_metric_text(record.metric, final)} after {seconds_text(record.seconds)}"
+    simulated = " (simulated)" if is_simulated(record.link) else ""
+    text = f"{labelled_metric_text(record.metric, final)} after {seconds_text(record.seconds)}{simulated}"
     if record.target is None:
         return text
     reached = record.reached(record.target)

@@ -32,15 +32,20 @@ def run_simulated(train: Callable[..., T], contender: Contender, plan: Plan, *ar
         ValueError: the contender is a baseline, or the link is "none".
         WorkerFailed: a worker failed.
     """
+    require_simulable(contender, plan)
+    assert plan.simulated is not None
+    return simulate(train, plan.workers, contender, plan, *args, link=plan.link, compute=plan.simulated, seed=plan.seed)
+
+
+def require_simulable(contender: Contender, plan: Plan) -> None:
+    """Raises a ValueError if the contender is a baseline, or the link is "none"."""
     if not isinstance(contender.strategy, MethodStrategy):
         raise ValueError(
             f"{contender.label} must be a method of laconic to be simulated: baselines use torch.distributed, which "
             f"has no processes to connect; allreduce stands for ddp"
         )
     if plan.link == "none":
-        raise ValueError("a simulation needs a link, such as 1gbit+50ms")
-    assert plan.simulated is not None
-    return simulate(train, plan.workers, contender, plan, *args, link=plan.link, compute=plan.simulated, seed=plan.seed)
+        raise ValueError("a simulation needs a link: add --link, such as --link 1gbit+50ms")
 
 
 def measure_compute(plan: Plan) -> float:

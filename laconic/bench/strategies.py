@@ -20,6 +20,7 @@ from laconic.names import look_up
 from laconic.worker import Worker
 
 MAX_WORKERS = 64
+MAX_SIMULATED_WORKERS = 4096
 
 
 @dataclass

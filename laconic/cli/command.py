@@ -91,6 +91,11 @@ class TrainingCommand(Command):
         command.task_settings = settings
         return command
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether workers are simulated in one process."""
+        return False
+
     def plan(self, target: str | None = None) -> Plan:
         """Returns the plan of the runs.
 
@@ -100,18 +105,21 @@ class TrainingCommand(Command):
         Raises:
             ValueError: An option or a setting is not valid.
         """
+        import laconic.emulate
+        import laconic.link
         from laconic.bench.run import Plan
-        from laconic.bench.strategies import MAX_WORKERS
+        from laconic.bench.strategies import MAX_SIMULATED_WORKERS, MAX_WORKERS
 
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ValueError(f"workers must be from 1 to {MAX_WORKERS}, not {self.workers}")
+        most = MAX_SIMULATED_WORKERS if self.is_simulated else MAX_WORKERS
+        if not 1 <= self.workers <= most:
+            few = "" if self.is_simulated else f" (up to {MAX_SIMULATED_WORKERS} with compare --simulate)"
+            raise ValueError(f"workers must be from 1 to {most}{few}, not {self.workers}")
         check_seed(self.seed)
         if self.rho is not None and self.link != "none":
             raise ValueError(f"give either --link or --rho, not both ({self.link} and {self.rho:g})")
         if self.link != "none":
-            from laconic.emulate import parse_links
-
-            parse_links(self.link, self.workers)
+            parse = laconic.link.parse_links if self.is_simulated else laconic.emulate.parse_links
+            parse(self.link, self.workers)
         task = find_task_class(self.task)(**self.task_settings)
         goal = None if target is None else parse_target(target, task.metric)
         task.load(0, self.workers, self.seed)  # reports a missing dataset now, in one line, instead of in every worker

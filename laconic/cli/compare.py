@@ -29,6 +29,9 @@ class Compare(TrainingCommand):
         out: the folder for runs.jsonl and index.html
         overwrite: delete the results of an earlier comparison in --out
         resume: keep the runs in --out that are complete, if they were made with the same settings, and make the others
+        simulate: simulate the workers in one process and in virtual time, with --link as a simulated link such as
+            1gbit+50ms; methods of laconic only, and many more workers
+        compute: with --simulate, the seconds in which a worker computes a step; by default measured on this machine
     """
 
     methods: str = ""
@@ -37,6 +40,12 @@ class Compare(TrainingCommand):
     out: Path = Path("runs/compare")
     overwrite: bool = False
     resume: bool = False
+    simulate: bool = False
+    compute: float | None = None
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.simulate
 
     def run(self) -> int:
         from laconic.bench.compare import compare
@@ -60,19 +69,25 @@ class Compare(TrainingCommand):
         """
         from laconic.bench.compare import prepare_folder
         from laconic.bench.resume import finished_runs, keep_only
-        from laconic.bench.strategies import parse_contender, split_contenders, strategy_names
+        from laconic.bench.strategies import MethodStrategy, parse_contender, split_contenders, strategy_names
 
         check_count("seeds", self.seeds)
         if self.resume and self.overwrite:
             raise ValueError("give either --resume or --overwrite, not both")
+        if self.compute is not None and not self.simulate:
+            raise ValueError("--compute is for simulated workers: add --simulate, or leave it out")
         chosen = split_contenders(self.methods) if self.methods else strategy_names()
         contenders = [parse_contender(name) for name in chosen]
+        if self.simulate and not self.methods:
+            contenders = [one for one in contenders if isinstance(one.strategy, MethodStrategy)]
         labels = [contender.label for contender in contenders]
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"--methods has {twice[0]} twice")
         # `none` comes first: its step time is the compute time, from which the waiting time of baselines follows.
         contenders.sort(key=lambda contender: contender.method != "none")
         plan = self.plan(self.target)
+        if self.simulate:
+            plan = self.simulated_plan(plan, contenders)
         kept = finished_runs(self.out, contenders, plan) if self.resume else []
         if kept and self.rho is not None:
             plan = dataclasses.replace(plan, link=kept[0].link)  # the link that was measured for --rho
@@ -83,6 +98,21 @@ class Compare(TrainingCommand):
         else:
             prepare_folder(self.out, self.overwrite)
         return contenders, plan, kept
+
+    def simulated_plan(self, plan: Plan, contenders: list[Contender]) -> Plan:
+        """Returns the plan with the seconds that a simulated step computes.
+
+        Raises:
+            ValueError: A contender or the link cannot be simulated.
+        """
+        from laconic.bench.simulated import measure_compute, require_simulable
+
+        if self.rho is not None:
+            raise ValueError("--rho measures real processes: with --simulate, give --link and --compute")
+        for contender in contenders:
+            require_simulable(contender, plan)
+        seconds = measure_compute(plan) if self.compute is None else self.compute
+        return dataclasses.replace(plan, simulated=seconds)
 
     def after_interrupt(self) -> str:
         command = typed_command().replace(" --overwrite", "").replace(" --resume", "")
