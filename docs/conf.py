@@ -25,7 +25,7 @@ release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "benchmarks/**/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+include_patterns = ["docs/**", "benchmarks/**/*.md", "soak/*.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = ["docs/_static", "runs", ".*"]
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]

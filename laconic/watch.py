@@ -198,8 +198,8 @@ class Watch:
             warn(
                 f"the local gradients of all {len(gradients)} ranks were equal, bit for bit, in the first "
                 f"{FIRST_GRADIENTS} steps. Either every rank reads the same data: give each its own part, with "
-                f"torch.utils.data.DistributedSampler. Or the gradients are averaged already, by a "
-                f"DistributedDataParallel around this model: train the bare model",
+                f"worker.shard(dataset) or torch.utils.data.DistributedSampler. Or the gradients are averaged already, "
+                f"by a DistributedDataParallel around this model: train the bare model, or give the worker the wrapper",
                 stacklevel=2,
             )
 

@@ -19,8 +19,6 @@ LAYERS: list[list[str]] = [
     ["topology", "compress", "link"],
     ["comm"],
     ["method"],
-    ["anchor_kernels"],
-    ["anchor"],
     ["methods"],
     ["flat", "join"],
     ["agreement", "consensus", "replica", "watch", "wrappers", "stepping"],
@@ -32,7 +30,7 @@ LAYERS: list[list[str]] = [
     ["simulate"],
     ["laconic", "preload"],
     ["emulate", "tasks", "integrations"],
-    ["bench", "advise"],
+    ["bench"],
     ["cli"],
     ["__main__"],
 ]

@@ -1,4 +1,4 @@
-"""`laconic demo`: a small comparison that shows what communication buys, in about two minutes."""
+"""`laconic demo`: a small comparison that shows what communication buys, in two to three minutes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ communicate. Each worker is a process on an emulated host of its own, behind a l
 
 @dataclass
 class Demo(Command):
-    """Run an example comparison: four workers with 50 images each, on emulated links of 100 Mbit/s; takes two minutes.
+    """Run an example comparison: four workers with 50 images each, on emulated links of 100 Mbit/s; takes two to three minutes.
 
     Args:
         out: the folder for runs.jsonl and index.html

@@ -369,9 +369,13 @@ def heartbeat_key(rank: int) -> str:
 def _hint(what: str) -> str:
     """Returns what to do about ranks that did not come to a meeting, if users make it by a call: `consensus()`, ….
 
-    >>> _hint("consensus()"), _hint("the end of the worker")
-    ('; consensus() must be called on every rank, not only under "if rank == 0:"', '')
+    >>> _hint("consensus()")
+    '; consensus() must be called on every rank, not only under "if rank == 0:"'
+    >>> _hint("the end of the worker")
+    '; if ranks have more and less data, train inside "with worker.join():"'
     """
+    if what == "the end of the worker":
+        return '; if ranks have more and less data, train inside "with worker.join():"'
     return f'; {what} must be called on every rank, not only under "if rank == 0:"' if what.endswith("()") else ""
 
 

@@ -38,7 +38,7 @@ class LaconicWorker(Worker):
     Raises:
         ValueError: as for `laconic.Worker`.
 
-    Example::
+    The three lines::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         with LaconicWorker(accelerator, model, optimizer, laconic.Divisible()) as worker:

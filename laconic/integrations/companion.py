@@ -69,7 +69,8 @@ class Companion:
 
 
 def metrics_of(worker: Worker) -> dict[str, float]:
-    """Returns what a framework logs about this rank: `worker.metrics()` without keys that the method has no value for.
+    """Returns what a framework logs about this rank: `worker.metrics()` without keys that the method has no value for,
+    and without the exchanges with each other rank.
 
     >>> import laconic
     >>> model = torch.nn.Linear(3, 1)
@@ -77,7 +78,8 @@ def metrics_of(worker: Worker) -> dict[str, float]:
     ...     metrics_of(worker)["laconic_bytes_foreground"]
     0.0
     """
-    return {f"laconic_{name}": value for name, value in worker.metrics().items() if not math.isnan(value)}
+    found = {name: value for name, value in worker.metrics().items() if not math.isnan(value)}
+    return {f"laconic_{name}": value for name, value in found.items() if not name.startswith("exchanges_with_")}
 
 
 def with_own_memory(state_dict: dict[str, Any]) -> dict[str, Any]:

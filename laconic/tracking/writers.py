@@ -95,6 +95,7 @@ class CsvWriter:
     """
 
     def __init__(self, path: Path, columns: list[str]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+", newline="")
         self._rows = csv.DictWriter(self._file, columns)
         self._file.seek(0)
