@@ -33,7 +33,7 @@ communicate. Each worker is a process on an emulated host of its own, behind a l
 
 @dataclass
 class Demo(Command):
-    """Run an example comparison: four workers with 50 images each, on emulated links of 100 Mbit/s; two to three minutes.
+    """Run an example: four workers with 50 images each, on emulated links of 100 Mbit/s; two to three minutes.
 
     Args:
         out: the folder for runs.jsonl and index.html
