@@ -28,8 +28,8 @@ class LaconicWorker(Worker):
     `save_state()` writes the averaged model, and the state of all ranks into a folder `laconic_0` of the checkpoint
     (`laconic_1` for the accelerator's second worker, and so on). Both are called on all ranks, as always.
 
-    After `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, the training loop goes into a block
-    `with LaconicWorker(accelerator, model, optimizer, laconic.Divisible()) as worker:`.
+    After `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)` the training loop goes into a
+    block `with LaconicWorker(accelerator, model, optimizer, laconic.Divisible()) as worker:`.
 
     Args:
         accelerator: which has prepared model and optimizer.
