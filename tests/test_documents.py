@@ -36,11 +36,8 @@ def user() -> dict[str, Any]:
     return {
         "torch": torch,
         "model": build_model(),
-        "DistributedSampler": torch.utils.data.DistributedSampler,
-        "dataset": range(96),
-        "world_size": 2,
-        "rank": 0,
-        "loader": [(torch.randn(8, 6), torch.randn(8, 2)) for _ in range(12)],
+        "DataLoader": torch.utils.data.DataLoader,
+        "dataset": torch.utils.data.TensorDataset(torch.randn(2 * 12 * 64, 6), torch.randn(2 * 12 * 64, 2)),
         "loss": nn.functional.mse_loss,
         "evaluate": lambda model: model(torch.ones(1, 6)).sum().item(),
     }

@@ -32,7 +32,7 @@ def test_the_library_needs_only_torch_numpy_and_two_small_packages():
     assert requirements("cli") == {"rich"}
     assert requirements("emulate") == {"pyroute2"}
     assert requirements("tasks") == {"scikit-learn", "sacrebleu", "pillow"}
-    parts = [requirements(extra) for extra in ("fast", "cli", "emulate", "tasks")]
+    parts = [requirements(extra) for extra in ("fast", "cli", "emulate", "simulate", "tasks")]
     assert requirements("bench") == set().union(*parts)
 
 

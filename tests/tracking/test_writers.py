@@ -199,8 +199,11 @@ def test_bad_arguments(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             train(print, **options)  # type: ignore[arg-type]
-    with pytest.raises(OSError, match="nowhere"):
-        train(tmp_path / "nowhere" / "metrics.csv")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        train(tmp_path / "file" / "metrics.csv")
+    train(tmp_path / "new" / "folder" / "metrics.csv")
+    assert (tmp_path / "new" / "folder" / "metrics.csv").exists()
     with pytest.raises(ValueError, match=r"worker must be a laconic\.Worker, not 3"):
         laconic.track(3, print)  # type: ignore[arg-type]
     model = build_model()
