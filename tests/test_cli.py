@@ -104,7 +104,10 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("train local_sgd --period often", "local_sgd.period must be a whole number, not 'often'"),
         ("train local_sgd --worker 4", "laconic train local_sgd has no option --worker; did you mean --workers"),
         ("train local_sgd --workers 0", "workers must be from 1 to 64 (up to 4096 with compare --simulate), not 0"),
-        ("train local_sgd --workers 1000", "workers must be from 1 to 64 (up to 4096 with compare --simulate), not 1000"),
+        (
+            "train local_sgd --workers 1000",
+            "workers must be from 1 to 64 (up to 4096 with compare --simulate), not 1000",
+        ),
         ("train local_sgd --steps 0", "steps must be a whole number, at least 1, not 0"),
         ("train local_sgd --link fast", "fast"),
         ("train local_sgd --link 1gbit --rho 2", "give either --link or --rho, not both"),
