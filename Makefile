@@ -34,7 +34,7 @@ docs: $(DOCS_STAMP) kernels
 	@echo "open runs/site/index.html"
 
 test: lint kernels
-	$(BIN)/python -m pytest -n 3 --dist worksteal  # 3 on 2 cores: processes often wait for each other
+	$(BIN)/python -m pytest -n 4 --dist worksteal  # 4 on 2 cores: processes often wait for each other
 
 # The same tests with the oldest packages that pyproject.toml allows.
 LOWEST := .venv-lowest

@@ -270,7 +270,7 @@ def test_two_workers_one_after_another_use_the_same_port() -> None:
     for _ in range(2):
         model = build_model()
         with laconic.Worker(model, sgd(model), Silent(), dashboard=port) as worker:
-            get(str(worker.dashboard), "/status.json")
+            assert json.loads(get(str(worker.dashboard), "/status.json"))["size"] == 1
 
 
 def test_without_a_dashboard_nothing_runs() -> None:
