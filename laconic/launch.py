@@ -242,7 +242,10 @@ def _run(pipe: Connection, host: Host | None, environment: dict[str, str], job: 
     except BaseException as error:  # noqa: BLE001  the launcher raises it again
         report = ("error", (traceback.format_exc(), isinstance(error, PeerError)))
     done.set()
-    pipe.send(report)
+    try:
+        pipe.send(report)
+    except BrokenPipeError:
+        return  # the launcher was interrupted meanwhile, and nobody is left to be told
     if report[0] == "result":
         launcher.join()  # others may still read from the connections that would be closed with this process
 
