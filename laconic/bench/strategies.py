@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 import typing
 from collections.abc import Callable, Iterator
@@ -122,6 +123,14 @@ def strategy_names() -> list[str]:
     from laconic.bench.baselines import BASELINES
 
     return [*methods.METHODS, *BASELINES]
+
+
+def installed_strategies() -> list[str]:
+    """Returns the names of all methods and of those baselines whose packages are installed."""
+    from laconic.bench.baselines import BASELINES
+
+    missing = {name for name, kind in BASELINES.items() if kind.needs and importlib.util.find_spec(kind.needs) is None}
+    return [name for name in strategy_names() if name not in missing]
 
 
 def setting_types(name: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Compare(TrainingCommand):
 
     Args:
         methods: methods and baselines, separated by commas, with optional settings, such as
-            ddp,local_sgd+period=4+compressor=Uniform(4); by default all. `laconic train METHOD --help` lists settings
+            ddp,local_sgd+period=4+compressor=Uniform(4); by default all that are installed. `laconic train METHOD
+            --help` lists settings
         seeds: the number of seeds, counted up from --seed
         target: a value of the task's metric, such as accuracy=85 or loss=1.9: tables and report show the time to reach
             it; by default none
@@ -69,14 +70,14 @@ class Compare(TrainingCommand):
         """
         from laconic.bench.compare import prepare_folder
         from laconic.bench.resume import finished_runs, keep_only
-        from laconic.bench.strategies import MethodStrategy, parse_contender, split_contenders, strategy_names
+        from laconic.bench.strategies import MethodStrategy, installed_strategies, parse_contender, split_contenders
 
         check_count("seeds", self.seeds)
         if self.resume and self.overwrite:
             raise ValueError("give either --resume or --overwrite, not both")
         if self.compute is not None and not self.simulate:
             raise ValueError("--compute is for simulated workers: add --simulate, or leave it out")
-        chosen = split_contenders(self.methods) if self.methods else strategy_names()
+        chosen = split_contenders(self.methods) if self.methods else installed_strategies()
         contenders = [parse_contender(name) for name in chosen]
         if self.simulate and not self.methods:
             contenders = [one for one in contenders if isinstance(one.strategy, MethodStrategy)]

@@ -62,7 +62,7 @@ def options_of(kind: type) -> list[Option]:
     Example:
         >>> from laconic.methods import LocalSGD
         >>> [(option.flag, option.default) for option in options_of(LocalSGD)]
-        [('--period', 8), ('--moments', 'local'), ('--compressor', None)]
+        [('--period', 8), ('--moments', 'local'), ('--compressor', None), ('--moments-every', 1)]
         >>> options_of(LocalSGD)[0].help
         'local steps between two rounds of averaging.'
     """

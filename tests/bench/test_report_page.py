@@ -8,7 +8,6 @@ import math
 import re
 import time
 import xml.etree.ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ from tests.bench.test_report import HOSTILE, runs_of
 
 NAMES = [shape.name for shape in SHAPES]
 COMMUNICATING = [name for name in NAMES if not name.startswith("none")]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Chromium]:
-    executable = chromium.find()
-    if executable is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
-    with chromium.Chromium(executable, tmp_path_factory.mktemp("profile")) as running:
-        yield running
 
 
 def show(
