@@ -38,9 +38,12 @@ METHODS: list[tuple[laconic.Method, str]] = [
     (laconic.Divisible(8), "adam"),
     (laconic.ADPSGD(initial_period=2, calibration=3, compressor=Uniform(4)), "sgd"),
     (laconic.LocalSGD(period=3, moments="averaged"), "adam"),
+    (laconic.DiLoCo(4, fragments=2, delay=3, compressor=Uniform(4)), "adam"),
+    (laconic.DiLoCo(4, fragments=2, delay=3), "sgd"),
     (laconic.EfficientAdam(), "adam"),
     (laconic.A2CiD2(background=False), "sgd"),
     (laconic.QSGD(), "adam"),
+    (laconic.EfficientAdam(delay=2), "adam"),
 ]
 STEPS = 5
 Place = tuple[Any, ...]

@@ -29,6 +29,7 @@ from laconic.methods import METHODS as METHODS
 from laconic.methods import QSGD as QSGD
 from laconic.methods import A2CiD2 as A2CiD2
 from laconic.methods import AllReduce as AllReduce
+from laconic.methods import DiLoCo as DiLoCo
 from laconic.methods import Divisible as Divisible
 from laconic.methods import EfficientAdam as EfficientAdam
 from laconic.methods import LocalSGD as LocalSGD

@@ -42,6 +42,8 @@ class FlatParameters:
         # The gradient (d) and one flag per parameter; allocated when a method first calls pack_gradient.
         self._packed: Tensor | None = None
         self._packed_views: list[Tensor] = []
+        self._flags: list[float] = []  # as packed last
+        self._flags_tensor = self.x[:0]
         self._moments: dict[str, tuple[Tensor, list[Tensor]]] = {}  # by name: the vector (d) and its views
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views(self.x), strict=True):
@@ -117,11 +119,14 @@ class FlatParameters:
             # After zero_grad(set_to_none=False) the gradient still is the view that unpack_gradient set.
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
-        packed[d:] = torch.tensor(flags, dtype=packed.dtype)
+        if flags != self._flags:  # a copy to a device makes the host wait, and they seldom change
+            self._flags, self._flags_tensor = flags, torch.tensor(flags, dtype=packed.dtype, device=packed.device)
+        packed[d:] = self._flags_tensor
         return packed
 
     def unpack_gradient(self, packed: Tensor) -> None:
-        flags = packed[self.x.numel() :].tolist()
+        # With a gradient of every parameter here, no flag of any average is 0, and the host need not read them.
+        flags = self._flags if self._flags and all(self._flags) else packed[self.x.numel() :].tolist()
         views = self._packed_views if packed is self._packed else self.views(packed)
         for parameter, view, flag in zip(self.parameters, views, flags, strict=True):
             parameter.grad = view if flag > 0 else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -133,16 +133,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Fields:
-    """A dict with these keys and a form for each."""
+    """A dict with these keys and a form for each. Those of `optional` may be missing."""
 
     forms: Mapping[str, Form]
+    optional: Mapping[str, Form] = field(default_factory=dict)
 
     def check(self, what: str, value: Any) -> None:
-        if not isinstance(value, dict) or value.keys() != self.forms.keys():
+        if not isinstance(value, dict) or value.keys() - self.optional.keys() != self.forms.keys():
             keys = sorted(map(str, value)) if isinstance(value, dict) else type(value).__name__
             raise ValueError(f"{what}: the saved state must have the keys {sorted(self.forms)}, not {keys}")
-        for name, form in self.forms.items():
-            form.check(f"{what}.{name}", value[name])
+        for name, form in (*self.forms.items(), *self.optional.items()):
+            if name in value:
+                form.check(f"{what}.{name}", value[name])
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Join:
 
     Attributes:
         last: the last step in which this rank has trained.
+        lasts: the same of every rank, as of the last census.
         counted: the ranks that count in the means of the present step.
         is_done: whether this rank has run out of data.
         anyone_done: whether any rank has.
@@ -39,7 +40,7 @@ class Join:
         self.lr = 0.0
         self._all_done = False
         self.last = step
-        self._lasts = [step] * comm.size
+        self.lasts = [step] * comm.size
 
     def take_census(self, sent_until: int, lr: float) -> None:
         """Exchanges the numbers of all ranks before the next step that communicates.
@@ -50,19 +51,19 @@ class Join:
         """
         own = torch.tensor([self.last, self.is_done, lr], dtype=torch.float64)
         lasts, done, rates = torch.stack(self._comm.all_gather(own)).unbind(1)
-        self._lasts = [int(last) for last in lasts.tolist()]
+        self.lasts = [int(last) for last in lasts.tolist()]
         self.anyone_done, self._all_done = bool(done.any()), bool(done.all())
-        self.counted = [rank for rank, last in enumerate(self._lasts) if last > sent_until]
+        self.counted = [rank for rank, last in enumerate(self.lasts) if last > sent_until]
         self.lr = float(rates[self.last_to_train])
 
     def is_over(self, sent_until: int) -> bool:
         """Returns whether all ranks are done and everything is sent: the same on all ranks in the same step."""
-        return self._all_done and max(self._lasts) <= sent_until
+        return self._all_done and max(self.lasts) <= sent_until
 
     @property
     def last_to_train(self) -> int:
         """The first of the ranks that have trained longest."""
-        return self._lasts.index(max(self._lasts))
+        return self.lasts.index(max(self.lasts))
 
 
 @torch.no_grad()

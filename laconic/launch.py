@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -74,6 +74,7 @@ def spawn(
     workers: int,
     *args: Any,
     hosts: Sequence[Host] | None = None,
+    nodes: int = 1,
     preload: Sequence[str] = (),
     spare_survivors: bool = False,
 ) -> list[Any]:
@@ -88,7 +89,8 @@ def spawn(
         workers: the number of processes.
         *args: the arguments of `fn`, the same in every process.
         hosts: one place per worker to run in, such as the hosts of an emulated network (`laconic.emulate`). By default
-            all workers run on this machine and communicate over loopback.
+            all workers run on this machine and communicate over loopback. With several nodes, one place per node.
+        nodes: sets torchrun's variables as on so many machines, for `Worker(…, nodes="auto")`.
         preload: names of modules to import once, before the workers are forked. Only the first call of `spawn` in a
             process sets them; later calls fork from the same server.
         spare_survivors: let the others go on when a worker fails, as with `A2CiD2`, whose workers outlive lost ones.
@@ -108,10 +110,14 @@ def spawn(
     if not callable(fn):
         raise ValueError(f"fn must be a function, not {fn!r}")
     check_count("workers", workers, most=MOST_WORKERS)
+    check_count("nodes", nodes, most=workers)
+    if workers % nodes:
+        raise ValueError(f"nodes must divide the number of workers, and {nodes} does not divide {workers}")
+    places, what = (workers, "workers") if nodes == 1 else (nodes, "nodes")
     if hosts is not None and not (
-        isinstance(hosts, Sequence) and len(hosts) == workers and all(hasattr(host, "enter") for host in hosts)
+        isinstance(hosts, Sequence) and len(hosts) == places and all(hasattr(host, "enter") for host in hosts)
     ):
-        raise ValueError(f"hosts must be None or have one entry for each of the {workers} workers, not {hosts!r}")
+        raise ValueError(f"hosts must be None or have one entry for each of the {places} {what}, not {hosts!r}")
     if isinstance(preload, str) or not (isinstance(preload, Sequence) and all(isinstance(m, str) for m in preload)):
         raise ValueError(f"preload must be a list of names of modules, not {preload!r}")
     context = mp.get_context("forkserver")
@@ -124,9 +130,10 @@ def spawn(
     def start(name: str, target: Callable[..., None], *arguments: Any) -> Connection:
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, *arguments), name=f"laconic-{name}", daemon=False)
-        process.start()
+        with _interrupts_later():  # a process that was started in part would print a traceback, or stay
+            process.start()
+            processes.append(process)
         theirs.close()
-        processes.append(process)
         pipes.append(ours)
         return ours
 
@@ -138,8 +145,9 @@ def spawn(
             address, port = hosts[0].address, STORE_PORT
             _await_store(start("store", _hold_store, hosts[0], address, port))
         for rank in range(workers):
-            host = hosts[rank] if hosts is not None else None
-            environment = _environment(rank, workers, address, port, host.interface if host is not None else "lo")
+            host = hosts[rank * places // workers] if hosts is not None else None
+            interface = host.interface if host is not None else "lo"
+            environment = _environment(rank, workers, nodes, address, port, interface)
             start(str(rank), _run, host, environment, job)
         results = _collect(processes[-workers:], pipes[-workers:], spare_survivors)
         for pipe in pipes:
@@ -164,9 +172,16 @@ def _start_fork_server() -> None:
     a traceback otherwise.
     """
     resource_tracker.ensure_running()  # first of all: it unblocks SIGINT
+    with _interrupts_later():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """A Ctrl-C inside the block takes effect at its end."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -210,13 +225,15 @@ def _await_store(pipe: Connection) -> None:
         raise RuntimeError(f"the job's store cannot be opened on the first host: {error}")
 
 
-def _environment(rank: int, workers: int, address: str, port: int, interface: str) -> dict[str, str]:
+def _environment(rank: int, workers: int, nodes: int, address: str, port: int, interface: str) -> dict[str, str]:
     """Returns the environment variables that torchrun would set."""
+    node, place = divmod(rank, workers // nodes)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(place),
         "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers // nodes),
+        "GROUP_RANK": str(node),
         "OMP_NUM_THREADS": "1",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -26,7 +26,9 @@ Merge = Literal["same", "mean", "method"]
 class Replica(Protocol):
     """One worker's copy of the model, as a method sees it.
 
-    Vectors are flat and in the order of `parameters`; `d` is the number of trained entries.
+    Vectors are flat and in the order of `parameters`; `d` is the number of trained entries. Where several ranks form a
+    node, each runs the method on its slice of x with the same slice of the other nodes: `x`, gradients and moments are
+    those of the slice, `d` is its length, and `comm` is with one rank of every other node (`laconic.nodes`).
     """
 
     @property
@@ -40,6 +42,10 @@ class Replica(Protocol):
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters, in the order in which x holds them."""
+
+    @property
+    def numels(self) -> list[int]:
+        """How many entries of each of `parameters` x holds: all of them, or in a node those in the slice."""
 
     @property
     def comm(self) -> Comm:
@@ -85,13 +91,23 @@ class Replica(Protocol):
         """Returns each parameter's gradient, or None. Writing to it changes what the optimizer will use."""
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """Returns the part of a vector (d) that belongs to each parameter, in the parameter's shape."""
+        """Returns the part of a vector (d) that belongs to each parameter, in the shape of its gradient.
+
+        That is the parameter's shape, or in a node a vector: a slice may end inside a parameter.
+        """
 
     def moments(self) -> dict[str, Tensor]:
         """Returns the optimizers' state that has the parameters' shapes, each as one vector (d), by name.
 
         For Adam these are exp_avg and exp_avg_sq. The names are the same on all ranks; before the first step there are
-        none. The vectors are the optimizers' own memory. Entries of parameters without such a state are 0.
+        none. The vectors are the optimizers' own memory. Entries of parameters without such a state are 0. To average
+        one, use `mean(vector, out=vector)`, which in a node also gathers the slices.
+        """
+
+    def gather_slices(self, values: Sequence[float]) -> list[Sequence[float]]:
+        """Returns these numbers of every rank of this node; only this worker's, if its node is one rank.
+
+        For numbers that describe all of x: a squared norm is the sum over slices. All ranks call it in the same step.
         """
 
 
@@ -200,6 +216,13 @@ class Method:
         """
         return None
 
+    def unsliceable(self) -> str | None:
+        """Returns why this method cannot run on slices of x, as the ranks of a node do (docs/nodes.md); None if it can.
+
+        A method can if it treats every entry of x by itself, or sums over entries by `worker.gather_slices`.
+        """
+        return "it does not say that it can (Method.unsliceable)"
+
     def metrics(self) -> dict[str, float]:
         """Returns numbers that describe the method's current behaviour, by name, for plots over the steps."""
         return {}
@@ -229,6 +252,13 @@ class Method:
             f"{type(self).__name__} does not support join(): give all ranks the same number of steps, or use a method "
             f"that does, such as AllReduce, LocalSGD or Divisible"
         )
+
+    def resolve(self, x: Tensor) -> None:
+        """Sets settings that were left open to what suits the model, before ranks and checkpoints are compared.
+
+        Args:
+            x: all parameters, on their device.
+        """
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings by name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,10 @@ class FlatReplica:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return self._flat.parameters
+
+    @property
+    def numels(self) -> list[int]:
+        return [p.numel() for p in self.parameters]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -70,11 +76,7 @@ class FlatReplica:
         return self._join is not None and self._join.anyone_done
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        counted = self.counted
-        if len(counted) == self.size:
-            return self.comm.mean(x, out=out)
-        own = x if self.rank in counted else torch.zeros_like(x)
-        return self.comm.mean(own, out=out).mul_(self.size / len(counted))
+        return mean_of_counted(self.comm, self.counted, x, out)
 
     def pack_gradient(self) -> Tensor:
         return self._flat.pack_gradient()
@@ -88,6 +90,9 @@ class FlatReplica:
     def views(self, vector: Tensor) -> list[Tensor]:
         return self._flat.views(vector)
 
+    def gather_slices(self, values: Sequence[float]) -> list[Sequence[float]]:
+        return [values]
+
     def moments(self) -> dict[str, Tensor]:
         if self._moment_names is None:
             # A rank whose parameters had no gradient yet has no optimizer state: use the names that any rank has.
@@ -98,3 +103,11 @@ class FlatReplica:
                 return {}  # some rank has had no gradient yet, so names may still appear
             self._moment_names = names
         return self._flat.moments(self._moment_names)
+
+
+def mean_of_counted(comm: Comm, counted: Sequence[int], x: Tensor, out: Tensor | None) -> Tensor:
+    """Averages x over the ranks that count, as `Replica.mean` does."""
+    if len(counted) == comm.size:
+        return comm.mean(x, out=out)
+    own = x if comm.rank in counted else torch.zeros_like(x)
+    return comm.mean(own, out=out).mul_(comm.size / len(counted))

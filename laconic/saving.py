@@ -49,7 +49,8 @@ class SavingReplica(RunningReplica):
         """Continues from the newest complete checkpoint in `directory`. All ranks call it.
 
         With as many workers as saved it, training continues bit for bit. With another number, parameters, optimizer
-        state and method state are merged (docs/restarts.md); all ranks must then see the files of all.
+        state and method state are merged (docs/restarts.md); all ranks must then see the files of all. A node must have
+        as many ranks as those that saved it.
 
         Returns:
             The `extra` given to `save`.
@@ -65,8 +66,13 @@ class SavingReplica(RunningReplica):
         self._require_running("load()")
         with self.tracking.verb("load"):
             self._watch.finish()
+            self.seen.comm.late.forget()  # it is about what is replaced
             self._pause()
-            return checkpoint.load(self, Path(directory), self._known_checkpoints)
+            extra = checkpoint.load(self, Path(directory), self._known_checkpoints)
+            if self._slice is not None:
+                self._slice.gather(self.x)
+                self._changes.forget()
+            return extra
 
     def export(self, path: str | Path) -> None:
         """Writes the averaged model to one file, a `state_dict` that `torch.load` reads anywhere. All ranks call it.

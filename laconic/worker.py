@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 from typing_extensions import Self
@@ -15,6 +16,7 @@ from typing_extensions import Self
 from laconic.comm import Comm
 from laconic.consensus import average_tensors, require_same_forms
 from laconic.method import Method
+from laconic.nodes import Nodes, check_arguments
 from laconic.rules import check_choice, check_number, check_seed
 from laconic.saving import SavingReplica
 from laconic.tracking import parse_address
@@ -46,10 +48,15 @@ class Worker(SavingReplica):
         comm: the communication to use instead of torch.distributed.
         dashboard: a port at which rank 0 serves a live view of the job (docs/tracking.md) on its loopback interface, or
             "HOST:PORT" to listen elsewhere; port 0 is any free one. The same on all ranks.
+        local: the process group of the ranks of this node, all on one host. They average their gradients in every step
+            and train as one worker, whose communication they share (docs/nodes.md); a DistributedDataParallel over
+            this group is left as it is. By default every rank is a worker of its own.
+        nodes: "auto": the nodes are torchrun's, by LOCAL_WORLD_SIZE.
 
     Attributes:
         step: the number of optimizer steps so far.
         dashboard: the address of the live view on rank 0, such as "http://127.0.0.1:8080"; None elsewhere.
+        node: this rank's place in its node (`laconic.nodes.Node`); None where every rank is a worker of its own.
         consensus_distance: √(mean over workers of ‖x − x̄‖²) at the last `consensus()`; None before.
 
     Raises:
@@ -78,12 +85,17 @@ class Worker(SavingReplica):
         seed: int = 0,
         comm: Comm | None = None,
         dashboard: int | str | None = None,
+        local: dist.ProcessGroup | None = None,
+        nodes: Nodes = None,
     ) -> None:
-        bare, optimizers = _check_arguments(model, optimizer, timeout, seed, comm)
+        check_arguments(local, nodes)
+        bare, optimizers = _check_arguments(
+            model, optimizer, timeout, seed, comm, in_node=local is not None or nodes is not None
+        )
         if dashboard is not None:
             parse_address(dashboard)
         self._known_checkpoints = {}
-        super().__init__(bare, optimizers, method, timeout, seed, comm, dashboard)
+        super().__init__(bare, optimizers, method, timeout, seed, comm, dashboard, local, nodes)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -197,7 +209,7 @@ class Worker(SavingReplica):
             self._pause()
             checksums = self.comm.meet("reset()", checksum(*self.model.parameters()))
             self._watch.require_same_parameters(checksums, "reset()")
-            self.method.reset(self)
+            self.method.reset(self.seen)
             self._changes.forget()
 
     @torch.no_grad()
@@ -224,7 +236,7 @@ class Worker(SavingReplica):
 
     def _await_step(self) -> bool:
         with self.tracking.verb("await_step"):
-            return self.method.await_step(self)
+            return self.method.await_step(self.seen)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -343,7 +355,7 @@ class Worker(SavingReplica):
 
 
 def _check_arguments(
-    model: object, optimizer: object, timeout: object, seed: object, comm: object
+    model: object, optimizer: object, timeout: object, seed: object, comm: object, *, in_node: bool
 ) -> tuple[BareModel, list[torch.optim.Optimizer]]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
@@ -351,4 +363,4 @@ def _check_arguments(
     check_seed(seed)
     if comm is not None and not isinstance(comm, Comm):
         raise ValueError(f"comm must be None or a laconic.Comm, not {comm!r}")
-    return BareModel(model), bare_optimizers(optimizer)
+    return BareModel(model, in_node=in_node), bare_optimizers(optimizer)

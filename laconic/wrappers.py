@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,22 +23,27 @@ class BareModel:
 
     A method averages in its own way, so DDP must neither average gradients nor broadcast buffers while a worker runs.
 
+    Inside a node it may average gradients: over the ranks of the node.
+
     Args:
         model: the user's model.
+        in_node: whether the wrapper is to be left as it is, and to average inside a node.
 
     Attributes:
         module: the module inside, whose parameters are those of `model`; `model` itself if it is not wrapped.
+        averages: whether the wrapper averages gradients inside the node.
 
     Raises:
         ValueError: the wrapper communicates in a way that cannot be switched off.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, in_node: bool = False) -> None:
         inner = getattr(model, "_orig_mod", model)  # torch.compile(DistributedDataParallel(…))
         self._wrapper = inner if isinstance(inner, DistributedDataParallel) else None
         self.module: nn.Module = model if self._wrapper is None else self._wrapper.module
         self._before = (True, True)
-        if self._wrapper is None:
+        self.averages = in_node and self._wrapper is not None
+        if self._wrapper is None or in_node:
             return
         for option in ("static_graph", "mixed_precision"):
             if getattr(self._wrapper, option, None):
@@ -46,9 +52,22 @@ class BareModel:
                     f"off: create it without {option}, or pass and train the module inside it"
                 )
 
+    def require_group(self, members: Sequence[int]) -> None:
+        """Raises a ValueError if the wrapper averages over other ranks than those of this node."""
+        if not self.averages:
+            return
+        assert self._wrapper is not None
+        found = sorted(dist.get_process_group_ranks(self._wrapper.process_group))
+        if found != list(members):
+            raise ValueError(
+                f"with nodes, DistributedDataParallel must average inside the node, over ranks {list(members)}, not "
+                f"over {found}: create it with process_group=group of this node's ranks "
+                f"(torch.distributed.new_subgroups), or pass the bare module"
+            )
+
     def switch_off(self, rank: int) -> None:
-        """Switches the wrapper's communication off. Rank 0 logs it."""
-        if self._wrapper is None:
+        """Switches the wrapper's communication off, unless it is inside a node. Rank 0 logs it."""
+        if self._wrapper is None or self.averages:
             return
         self._before = self._wrapper.require_backward_grad_sync, self._wrapper.require_forward_param_sync
         self._wrapper.require_backward_grad_sync = self._wrapper.require_forward_param_sync = False
@@ -59,7 +78,15 @@ class BareModel:
             )
 
     def check(self, step: int) -> None:
-        """Raises a RuntimeError if something has switched the averaging of gradients on again."""
+        """Raises a RuntimeError if the averaging of gradients is on and must be off; inside a node, the other way."""
+        if self.averages:
+            assert self._wrapper is not None
+            if not self._wrapper.require_backward_grad_sync:
+                raise RuntimeError(
+                    f"optimizer.step() before step {step + 1} is inside no_sync() of DistributedDataParallel, so its "
+                    f"gradients are not averaged inside the node: make the last backward pass and the step outside"
+                )
+            return
         if self._wrapper is not None and self._wrapper.require_backward_grad_sync:
             raise RuntimeError(
                 f"something has switched the gradient averaging of DistributedDataParallel on again before step "
@@ -69,7 +96,7 @@ class BareModel:
 
     def restore(self) -> None:
         """Switches on what `switch_off` has switched off."""
-        if self._wrapper is not None:
+        if self._wrapper is not None and not self.averages:
             self._wrapper.require_backward_grad_sync, self._wrapper.require_forward_param_sync = self._before
 
 

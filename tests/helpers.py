@@ -46,12 +46,13 @@ def loss(model: nn.Module, worker: int, step: int) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
+# One parameter after the other, which is the default on the CPU only: all devices then compute the same bits.
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3, foreach=False)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
+    return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
 
 
 OPTIMIZERS: dict[str, Optimize] = {"sgd": sgd, "adam": adam}

@@ -52,15 +52,26 @@ ROWS = [
 
     Row("local_sgd", laconic.LocalSGD(), lossless=True),
     Row("local_sgd, moments averaged", laconic.LocalSGD(period=3, moments="averaged"), lossless=True),
+    Row("local_sgd, moments rarely",
+        laconic.LocalSGD(period=2, moments="averaged", moments_every=2), lossless=True),
     Row("local_sgd, 4 bits", laconic.LocalSGD(period=3, compressor=Uniform(4))),
     Row("local_sgd, 1 bit, moments averaged", laconic.LocalSGD(period=2, moments="averaged", compressor=Sign())),
+
+    Row("diloco", laconic.DiLoCo(), sends_at_once=False),
+    Row("diloco, no outer step", laconic.DiLoCo(period=3, outer_lr=1.0, outer_momentum=0.0), lossless=True),
+    Row("diloco, mixing", laconic.DiLoCo(4, 1.0, 0.0, fragments=3, mixing=0.25, moments="averaged"), lossless=True),
+    Row("diloco, fragments", laconic.DiLoCo(period=3, fragments=3, moments="averaged")),
+    Row("diloco, streaming", laconic.DiLoCo(period=5, outer_lr=0.4, fragments=2, delay=3)),
+    Row("diloco, 4 bits", laconic.DiLoCo(period=2, compressor=Uniform(4))),
+    Row("diloco, streaming, 4 bits", laconic.DiLoCo(period=4, fragments=2, delay=3, compressor=Uniform(4))),
+    Row("diloco, streaming, 1 bit", laconic.DiLoCo(3, 0.4, fragments=3, delay=1, mixing=0.0, compressor=Sign())),
 
     Row("qsgd", laconic.QSGD()),
     Row("qsgd, 4 bits", laconic.QSGD(bits=4, seed=3)),
     Row("qsgd, 2 bits, short blocks", laconic.QSGD(bits=2, block=64)),
 
     Row("adpsgd", laconic.ADPSGD(), lossless=True),
-    Row("adpsgd, adapting", laconic.ADPSGD(initial_period=2, warmup=2, calibration=2), lossless=True),
+    Row("adpsgd, adapting", laconic.ADPSGD(initial_period=2, warmup=2, calibration=2, min_period=1), lossless=True),
     Row("adpsgd, total_steps", laconic.ADPSGD(initial_period=1, total_steps=12, moments="averaged"), lossless=True),
     Row("adpsgd, 3 bits", laconic.ADPSGD(initial_period=2, calibration=4, max_period=3, compressor=Log(3))),
 
@@ -72,6 +83,11 @@ ROWS = [
     Row("efficient_adam, dedicated", laconic.EfficientAdam(server=0, dedicated=True)),
     Row("efficient_adam, dedicated, moments",
         laconic.EfficientAdam(server=2, dedicated=True, exact_below=10, moments="averaged", moments_every=3)),
+
+    Row("efficient_adam, delay", laconic.EfficientAdam(delay=1)),
+    Row("efficient_adam, server, longer delay",
+        laconic.EfficientAdam(server=0, exact_below=10, chunk=20, moments="averaged", moments_every=4, delay=3)),
+    Row("efficient_adam, dedicated, delay", laconic.EfficientAdam(server=0, dedicated=True, delay=2)),
 
     Row("a2cid2", laconic.A2CiD2(), deterministic=False, lossless=True, sends_at_once=False),
     Row("a2cid2, rate", laconic.A2CiD2(rate=1.0, slack=2), deterministic=False, lossless=True),
@@ -92,6 +108,7 @@ ROWS = [
     Row("divisible, one hop, short periods",
         laconic.Divisible(ratio=8, max_period=2, hops=1), deterministic=False, lossless=True),
     Row("divisible, long delay", laconic.Divisible(ratio=8, period=2, delay=5), lossless=True),
+    Row("divisible, given delay", laconic.Divisible(ratio=8, delay=3), deterministic=False, lossless=True),
     Row("divisible, corrected", laconic.Divisible(ratio=8, period=3, corrected=True), lossless=True),
     Row("divisible, corrected, two hops", laconic.Divisible(ratio=8, period=3, corrected=True, hops=2, delay=2)),
 ]
@@ -194,26 +211,34 @@ def model_with_statistics(seed: int) -> nn.Sequential:
 
 
 def values_of(worker: laconic.Worker) -> Tensor:
-    return torch.cat([worker.x, *(buffer for buffer in worker.model.buffers() if buffer.is_floating_point())])
+    buffers = (buffer for buffer in worker.model.buffers() if buffer.is_floating_point())
+    return torch.cat([worker.x, *buffers]).cpu()
 
 
 def loss_of(model: nn.Module) -> float:
     with torch.no_grad():
         model.eval()
+        device = next(model.parameters()).device
         batches = [batch(worker, 1000 + i) for worker in range(WORKERS) for i in range(4)]
-        total = sum(nn.functional.mse_loss(model(x), y).item() for x, y in batches)
+        total = sum(nn.functional.mse_loss(model(x.to(device)).cpu(), y).item() for x, y in batches)
         model.train()
     return total
 
 
 def run_row(
-    row: Row, optimizer: str, directory: Path | None = None, *, resume: bool = False, look_after: tuple[int, ...] = ()
+    row: Row,
+    optimizer: str,
+    directory: Path | None = None,
+    *,
+    resume: bool = False,
+    look_after: tuple[int, ...] = (),
+    device: str = "cpu",
 ) -> Run:
     """Trains one row, on a rank; with a directory, saves there after a few steps or resumes from there.
 
     After the steps `look_after` it evaluates the averaged model, also in training mode, which changes its statistics.
     """
-    model = model_with_statistics(rank())
+    model = model_with_statistics(rank()).to(device)
     optimize = OPTIMIZERS[optimizer](model)
     before = loss_of(model_with_statistics(0))
     run = Run(torch.empty(0), [], [], 0, (0.0, 0.0))
@@ -223,14 +248,14 @@ def run_row(
             worker.serve()
             return
         while worker.step < step:
-            x, y = batch(worker.rank, worker.step)
+            x, y = (tensor.to(device) for tensor in batch(worker.rank, worker.step))
             nn.functional.mse_loss(model(x), y).backward()
             optimize.step()
             optimize.zero_grad()
             run.path.append(values_of(worker))
 
     with laconic.Worker(model, optimize, row.method) as worker:
-        run.start = worker.x.clone()
+        run.start = worker.x.to("cpu", copy=True)
         if resume and directory is not None:
             assert worker.load(directory) == {"note": "halfway"}
         elif directory is not None:
@@ -240,9 +265,9 @@ def run_row(
             train_until(step)
             with worker.consensus() as averaged, torch.no_grad():
                 averaged.eval()
-                run.seen.append(averaged(batch(0, 99)[0]))
+                run.seen.append(averaged(batch(0, 99)[0].to(device)).cpu())
                 averaged.train()
-                averaged(batch(0, 98)[0])
+                averaged(batch(0, 98)[0].to(device))
         train_until(STEPS)
     tallies = worker.meter.total.tallies
     run.nbytes = sum(tally.nbytes for (channel, _), tally in tallies.items() if channel != "control")

@@ -156,7 +156,7 @@ def errors_of_survivors(victim: int, store_in_rank_0: bool) -> dict[int, str]:
         train_steps(worker, 1)
 
     store = open_store("127.0.0.1", 0)
-    environments = [_environment(i, 3, "127.0.0.1", store.port, "lo") for i in range(3)]
+    environments = [_environment(i, 3, 1, "127.0.0.1", store.port, "lo") for i in range(3)]
     if store_in_rank_0:
         del store
         for environment in environments:

@@ -55,7 +55,7 @@ def errors_of(
         address, port, interfaces = "127.0.0.1", store.port, ["lo"] * size
     else:
         address, port, interfaces = hosts[0].address, STORE_PORT, [host.interface for host in hosts]
-    environments = [_environment(i, size, address, port, interfaces[i]) for i in range(size)]
+    environments = [_environment(i, size, 1, address, port, interfaces[i]) for i in range(size)]
     if store_in_rank_0 or hosts is not None:
         store = None  # frees the port for rank 0
         for environment in environments:

@@ -50,7 +50,9 @@ def quantities(worker: laconic.Worker) -> dict[str, Tensor]:
         found["mean_anchor"] = method.anchor.double()
     for name in ("owner_residual", "e_server"):
         vector = getattr(method, name, None)
-        if vector is not None and not isinstance(method, laconic.Divisible):
+        # Messages in flight, which are applied, change it.
+        in_flight = isinstance(method, laconic.Divisible | laconic.DiLoCo | laconic.EfficientAdam) and method.delay
+        if vector is not None and not in_flight:
             found[f"sum_{name}"] = torch.stack([vector.double().sum(), vector.double().square().sum()])
     return found
 

@@ -96,7 +96,8 @@ def save(worker: Saveable, directory: Path, extra: dict[str, Any], keep: int, kn
     _raise_errors(worker, _meet(worker, "save()", {"error": error}), ValueError, "")
 
     path = folder / f"rank-{worker.comm.rank:05d}.pt"
-    written = lambda: files.write_rank(path, collect(worker, extra)) | {"step": worker.step}  # noqa: E731
+    described = {"step": worker.step, "place": _place(worker)}
+    written = lambda: files.write_rank(path, collect(worker, extra)) | described  # noqa: E731
     entries = _attempt(worker, directory, folder, written)
     # Ranks that gossip has dropped are not in the checkpoint, which is then one of fewer workers.
     manifest = {
@@ -148,6 +149,11 @@ def _meet(worker: Saveable, what: str, note: dict[str, Any]) -> list[dict[str, A
     return worker.comm.meet(what, note)
 
 
+def _place(worker: Saveable) -> int:
+    """Returns this rank's place in its node; 0 without nodes."""
+    return worker.node.rank if worker.node is not None else 0
+
+
 def _raise_errors(worker: Saveable, notes: list[dict[str, Any]], kind: type[Exception], start: str) -> None:
     """Raises, on every rank, the errors that the notes of all ranks name."""
     texts = _errors(worker, notes)
@@ -184,7 +190,8 @@ def load(worker: Saveable, directory: Path, known: dict[Path, int]) -> dict[str,
             continue
         content, notes = _try(worker, directory / name)
         errors = _errors(worker, notes)
-        if not errors and len({one["digest"] for one in notes}) > 1:
+        # In nodes, each rank saves the method's state of its slice of x, the same as its rail's.
+        if not errors and len({(one["place"], one["digest"]) for one in notes}) > len({one["place"] for one in notes}):
             errors = [f"{directory / name}: {DIFFERENT}"]
         if not errors:
             assert content is not None
@@ -204,7 +211,7 @@ def load(worker: Saveable, directory: Path, known: dict[Path, int]) -> dict[str,
 def _try(worker: Saveable, folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """Reads and checks this rank's part; returns it, and what all ranks say about theirs."""
     content = None
-    note: dict[str, Any] = {"error": None, "unfit": False, "digest": None}
+    note: dict[str, Any] = {"error": None, "unfit": False, "digest": None, "place": _place(worker)}
     try:
         content = _read(worker, folder)
         note["digest"] = digest(worker, content)
@@ -237,12 +244,18 @@ def _read(worker: Saveable, folder: Path) -> dict[str, Any]:
             f"with the version that wrote it, laconic {manifest.laconic}"
         )
     # A setting that the checkpoint does not name was added to laconic after it was written.
-    theirs, ours = manifest.fingerprint, worker.fingerprint
+    theirs, ours = {"ranks per node": 1} | manifest.fingerprint, worker.fingerprint
     difference = compare([theirs, {field: value for field, value in ours.items() if field in theirs}])
     if difference:
         described = difference.replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
         raise _Unfit(f"{folder} does not fit this run: they differ in {described}")
     if manifest.workers == worker.comm.size:
+        place = manifest.files[worker.comm.rank].get("place", 0)
+        if place != _place(worker):
+            raise _Unfit(
+                f"{folder} was saved with rank {worker.comm.rank} at place {place} of its node, and in this run its "
+                f"place is {_place(worker)}: use the same local groups"
+            )
         content = _read_rank(folder, manifest.files[worker.comm.rank], mmap=False)
     else:
         for entry in manifest.files:
@@ -253,7 +266,8 @@ def _read(worker: Saveable, folder: Path) -> dict[str, Any]:
                     f"machines share, or as many workers as saved it"
                 )
         # Not all files need to be in memory at once. The result must not depend on files that will be removed.
-        content = cloned(merge(worker, [_read_rank(folder, entry, mmap=True) for entry in manifest.files]))
+        saved = [_read_rank(folder, entry, mmap=True) for entry in manifest.files]
+        content = cloned(merge(worker, saved, [entry.get("place", 0) for entry in manifest.files]))
     try:
         check_content(worker, content)
     except ValueError as error:

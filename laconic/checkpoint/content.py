@@ -14,6 +14,8 @@ from laconic.checkpoint.optimizers import check_optimizers, collect_optimizers, 
 from laconic.comm import Comm
 from laconic.forms import Fields, Plain, Vector, Whole, form_of, short
 from laconic.method import Method, Replica, mean_of, with_tensors
+from laconic.nodes import Node
+from laconic.slices import NodeSlice
 
 
 class Saveable(Replica, Protocol):
@@ -26,6 +28,10 @@ class Saveable(Replica, Protocol):
     step: int
     fingerprint: Fingerprint
     generator: torch.Generator
+    node: Node | None
+
+    @property
+    def seen(self) -> Replica: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -53,11 +59,11 @@ def check_content(worker: Saveable, content: Any) -> None:
     check_optimizers(worker.optimizers, content["optimizer"])
     check_worker(worker, content["worker"])
     random = content["random"]
-    Fields(dict.fromkeys({"cpu", *random} & {"cpu", "cuda"} if isinstance(random, dict) else {"cpu"}, anything)).check(
-        "random", random
-    )
-    for device, state in random.items():
-        _check_generator(f"random.{device}", state, device)
+    device = worker.x.device
+    known = {*random} & {"cuda", "xpu", "mps", device.type} if isinstance(random, dict) else set()
+    Fields(dict.fromkeys({"cpu", *known}, anything)).check("random", random)
+    for kind in {"cpu", device.type} & {*random}:  # those of other devices are not used
+        _check_generator(f"random.{kind}", random[kind], kind)
     if not isinstance(content["extra"], dict):
         raise ValueError(f"extra must be a dict, not {short(content['extra'])}")
 
@@ -93,8 +99,6 @@ def _check_model(model: nn.Module, saved: Any) -> None:
 
 def _check_generator(what: str, state: Any, device: str) -> None:
     """Raises a ValueError if this is no state of a random number generator."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return  # it is not used either
     try:
         torch.Generator(device).set_state(state)
     except (RuntimeError, TypeError) as error:
@@ -108,8 +112,9 @@ def apply(worker: Saveable, content: dict[str, Any]) -> None:
     load_optimizers(worker.optimizers, content["optimizer"])
     worker.load_state_dict(content["worker"])
     torch.set_rng_state(content["random"]["cpu"])
-    if "cuda" in content["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(content["random"]["cuda"])
+    device = worker.x.device
+    if device.type != "cpu" and device.type in content["random"]:
+        torch.get_device_module(device).set_rng_state(content["random"][device.type], *_index(device))
 
 
 def snapshot(worker: Saveable) -> dict[str, Any]:
@@ -142,17 +147,30 @@ def _feed(checksum: Any, value: Any) -> None:
         checksum.update(repr(value).encode())
 
 
-def merge(worker: Saveable, saved: list[dict[str, Any]]) -> dict[str, Any]:
+def merge(worker: Saveable, saved: list[dict[str, Any]], places: list[Any]) -> dict[str, Any]:
     """Returns the content for this rank, made of the files of another number of workers.
 
     Parameters and method state follow `Method.merge`. Moments of the optimizer and floating-point buffers are averaged
     over the ranks that trained, as are buffers in `consensus()`. `extra` is that of the first rank. A rank that was
     there keeps its random numbers, and a new one those of its process: two ranks must not draw the same.
+
+    In nodes, a rank merges the slices of x and of the method's state of the ranks that had its place. The rest of its x
+    is right only after the slices are gathered.
+
+    Args:
+        worker: this rank.
+        saved: the content of every file, in the order of ranks.
+        places: of these ranks in their nodes; 0 without nodes.
     """
-    if len({digest(worker, one) for one in saved}) > 1:
+    rails: dict[Any, list[dict[str, Any]]] = {}
+    for place, one in zip(places, saved, strict=True):
+        rails.setdefault(place, []).append(one)
+    if rails.keys() != set(range(worker.fingerprint["ranks per node"])) or len(set(map(len, rails.values()))) > 1:
+        raise ValueError(f"the ranks' places in their nodes must be the same in each node, not {short(places)}")
+    if any(len({digest(worker, one) for one in rail}) > 1 for rail in rails.values()):
         raise ValueError(DIFFERENT)
     trained = [one for rank, one in enumerate(saved) if worker.method.trains(rank)]
-    x, state = worker.method.merge([one["worker"] for one in saved], worker)
+    x, state = _merged_state(worker, rails, [one["worker"]["x"] for one in trained])
     first, models = saved[0]["worker"], [one["model"] for one in trained]
     rank, device = worker.comm.rank, worker.x.device
     return {
@@ -167,6 +185,19 @@ def merge(worker: Saveable, saved: list[dict[str, Any]]) -> dict[str, Any]:
         "random": saved[rank]["random"] if rank < len(saved) else _random_state(device),
         "extra": saved[0]["extra"],
     }
+
+
+def _merged_state(
+    worker: Saveable, rails: dict[Any, list[dict[str, Any]]], xs: list[Tensor]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Returns x and the method's state; in a node all of `xs` is averaged, and the slice follows the method's rule."""
+    seen = worker.seen
+    if worker.node is None or not isinstance(seen, NodeSlice):
+        return worker.method.merge([one["worker"] for one in rails[0]], seen)
+    rail = [one["worker"] for one in rails[worker.node.rank]]
+    x = mean_of(xs)
+    x[seen.own], state = worker.method.merge([one | {"x": one["x"][seen.own]} for one in rail], seen)
+    return x, state
 
 
 DIFFERENT = "the ranks' files differ in state that must be the same on all ranks"
@@ -189,9 +220,14 @@ def _with_values(state_dict: dict[str, Any], values: dict[str, Any]) -> dict[str
 def _random_state(device: torch.device) -> dict[str, Any]:
     """Returns the state of torch's default generators, which dropout draws from."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
     return state
+
+
+def _index(device: torch.device) -> list[torch.device]:
+    """Returns the argument by which torch's functions choose a device; MPS has one device, and they have none there."""
+    return [] if device.type == "mps" else [device]
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """Communication between workers. Methods use the network, threads and the clock only through a `Comm`.
 
-comm.py defines its verbs; solo.py implements them for one worker, distributed.py over torch.distributed.
+comm.py defines its verbs; solo.py implements them for one worker, distributed.py over torch.distributed, and staged.py
+for tensors of a device over channels of host memory.
 """
 
 from laconic.comm.comm import Comm as Comm

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from laconic.comm.comm import PeerError
+from laconic.comm.finite import check_gossip
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Demand, Dropped, Need, Pairing, wakeup_key
 from laconic.comm.register import CHECK_SECONDS, first_line, heartbeat_key
+from laconic.comm.staged import CPU, Baton, own_stream
 from laconic.comm.store import JobStore, StoreGone
 from laconic.comm.wire import Connector, Wire, WireError
 from laconic.log import warn
@@ -30,12 +32,20 @@ class BackgroundGossip(Gossip):
     """Implements `Gossip` over the job's store, which pairs workers, and TCP connections of its own."""
 
     def __init__(
-        self, store: JobStore, topology: Topology, rank: int, talk: Talk, meter: Meter, timeout: float
+        self,
+        store: JobStore,
+        topology: Topology,
+        rank: int,
+        talk: Talk,
+        meter: Meter,
+        timeout: float,
+        device: torch.device = CPU,
     ) -> None:
         self.topology, self.exchanges, self.partners = topology, 0, Counter()
         self._graph, self._rank, self._talk, self._meter, self._timeout = topology, rank, talk, meter, timeout
         self._lock = threading.Lock()  # held by the training thread inside `with`, or by a part of a dialogue
-        self._wires = PeerWires(store.clone(), rank, timeout, self._check_peer)
+        self._device, self._baton = device, Baton(device)
+        self._wires = PeerWires(store.clone(), rank, timeout, self._check_peer, pins=device.type != "cpu")
         self._store = store.clone()
         self._pairing = Pairing(self._store, topology, rank)
         self._last_heartbeat = time.monotonic()
@@ -60,12 +70,14 @@ class BackgroundGossip(Gossip):
     def __enter__(self) -> Self:
         start = time.monotonic()
         self._lock.acquire()
+        self._baton.take()
         self._meter.add("foreground", "gossip", seconds=time.monotonic() - start)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._baton.give()
         self._lock.release()
 
     def seek(self, exchanges: int, urgently: int) -> None:
@@ -126,7 +138,7 @@ class BackgroundGossip(Gossip):
 
     def _run(self) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), own_stream(self._device):
                 while self._make_or_await_exchange():
                     pass
         except StoreGone as gone:
@@ -185,18 +197,20 @@ class BackgroundGossip(Gossip):
         start, nbytes = time.monotonic(), 0
         dialogue = self._talk(peer)
         try:
-            with self._lock:
+            with self._turn():
                 sent = next(dialogue)
             while True:
-                received = self._wires.sendrecv(peer, sent)
+                outgoing = self._wires.in_host_memory(sent)
+                check_gossip(outgoing, self._rank, self._meter.step)
+                received = self._wires.sendrecv(peer, outgoing)
                 nbytes += sent.numel() * sent.element_size()
-                with self._lock:
+                with self._turn():
                     try:
                         sent = dialogue.send(received)
                     except StopIteration:
                         break
         except PeerIsSilent as silence:
-            with self._lock:
+            with self._turn():
                 dialogue.close()
             self._wires.forget(peer)
             self._pairing.drop(peer, f"{silence}, says rank {self._rank}")
@@ -209,6 +223,14 @@ class BackgroundGossip(Gossip):
             self.exchanges += 1
             self.partners[peer] += 1
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Lets a part of a dialogue run, behind what the training thread has done on the device inside `with`."""
+        with self._lock:
+            self._baton.take()
+            yield
+            self._baton.give()
 
     def _check_peer(self, peer: int) -> None:
         """Raises if a peer that does not connect was dropped: it may have died after it was paired with this worker."""
@@ -258,30 +280,41 @@ class PeerWires:
         rank: this worker.
         timeout: seconds in which a neighbour must connect, and for which nothing may arrive.
         check: called now and then while a neighbour does not connect, with its rank; raises if waiting is in vain.
+        pins: whether messages are copied from and to a device, which is faster with pinned memory.
     """
 
-    def __init__(self, store: JobStore, rank: int, timeout: float, check: Callable[[int], None]) -> None:
+    def __init__(self, store: JobStore, rank: int, timeout: float, check: Callable[[int], None], *, pins: bool) -> None:
+        self._pins = pins
         self._peer = rank  # the one that is being connected to
         self._connector = Connector(store, rank, timeout, lambda: check(self._peer))
         self._wires: dict[int, Wire] = {}
-        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def in_host_memory(self, sent: Tensor) -> Tensor:
+        """Returns a message in contiguous host memory, valid until the next call."""
+        # Called without the lock: here the host waits for the device, and training must not.
+        return sent.contiguous() if sent.device.type == "cpu" else self._buffer("sent", sent).copy_(sent)
 
     def sendrecv(self, peer: int, sent: Tensor) -> Tensor:
-        """Sends to the peer, which does the same. Returns what it sent, which is valid until the next call."""
-        outgoing = sent.contiguous().cpu()
-        buffer = self._buffers.get(sent.dtype)
-        if buffer is None or buffer.numel() < sent.numel():
-            buffer = torch.empty(sent.numel(), dtype=sent.dtype, pin_memory=sent.is_cuda)
-            self._buffers[sent.dtype] = buffer
-        received = buffer[: sent.numel()].view(sent.shape)
+        """Sends to the peer, which does the same. Returns what it sent, which is valid until the next call.
+
+        `sent` is what `in_host_memory` has returned.
+        """
+        received = self._buffer("received", sent)
         try:
             if peer not in self._wires:
                 self._peer = peer
                 self._wires[peer] = self._connector.connect(peer)
-            self._wires[peer].sendrecv(outgoing, received)
+            self._wires[peer].sendrecv(sent, received)
         except WireError as error:
             raise PeerIsSilent(f"no answer from rank {peer} ({first_line(error)})") from error
-        return received.to(sent.device)
+        return received
+
+    def _buffer(self, use: str, like: Tensor) -> Tensor:
+        key = use, like.dtype
+        if key not in self._buffers or self._buffers[key].numel() < like.numel():
+            self._buffers[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=self._pins)
+        return self._buffers[key][: like.numel()].view(like.shape)
 
     def forget(self, peer: int) -> None:
         """Closes the wire to a peer, if there is one."""

@@ -22,48 +22,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from laconic.comm.coder import Coder, any_marked, is_unmarked
+from laconic.comm.coder import Part as Part
+from laconic.comm.coder import block_of as block_of
+from laconic.comm.coder import split as split
 from laconic.comm.comm import Comm, Pending
 from laconic.comm.solo import Arrived
-from laconic.compress import Compressor, encode_with_feedback
-from laconic.compress.blockwise import Blockwise
+from laconic.compress import Compressor
 from laconic.forms import Fields, Form, Row, Vector, Whole
-
-# A message that is full of this byte stands for a vector with a NaN or an infinity. No compressor writes such a
-# message: each begins with a float, and these bytes are a NaN in fp32, fp16 and bf16.
-NOT_FINITE = 255
-
-
-class Part(NamedTuple):
-    """Entries `start` to `stop` of a vector, averaged by the rank `owner`."""
-
-    start: int
-    stop: int
-    owner: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-def split(start: int, stop: int, owners: Sequence[int], unit: int = 1) -> list[Part]:
-    """Splits the entries `start` to `stop` into one part per owner: whole units, equal to within one unit.
-
-    >>> split(0, 10, owners=[0, 1, 2])
-    [Part(start=0, stop=3, owner=0), Part(start=3, stop=6, owner=1), Part(start=6, stop=10, owner=2)]
-    """
-    units = -(-(stop - start) // unit)
-    bounds = [min(stop, start + unit * (i * units // len(owners))) for i in range(len(owners) + 1)]
-    return [Part(bounds[i], bounds[i + 1], owner) for i, owner in enumerate(owners)]
-
-
-def block_of(compressor: Compressor) -> int:
-    """Returns how many consecutive entries share one scale; 1 for compressors without blocks."""
-    return compressor.block if isinstance(compressor, Blockwise) else 1
 
 
 @dataclass
@@ -135,10 +106,10 @@ class CodedMean:
         # Stochastic rounding must differ between the workers, and between a worker and the owner: n + 1 seeds a part.
         seeds = len(self.workers) + 1
         own_seed = self.workers.index(comm.rank) if self._trains else 0
-        self._up = _Coder(compressor, self.parts, own_seed, seeds)  # to the owners
-        self._up_owned = _Coder(compressor, owned, 0, seeds)
-        self._down = _Coder(answer_compressor, self.parts, len(self.workers), seeds)  # from the owners
-        self._down_owned = _Coder(answer_compressor, owned, len(self.workers), seeds)
+        self._up = Coder(compressor, self.parts, own_seed, seeds)  # to the owners
+        self._up_owned = Coder(compressor, owned, 0, seeds)
+        self._down = Coder(answer_compressor, self.parts, len(self.workers), seeds)  # from the owners
+        self._down_owned = Coder(answer_compressor, owned, len(self.workers), seeds)
         to_owner = [sum(compressor.nbytes(part.numel) for part in of_rank) for of_rank in by_owner]
         self._sent_nbytes = to_owner if self._trains else [0] * comm.size
         self._received_nbytes = [to_owner[comm.rank] if rank in self.workers else 0 for rank in range(comm.size)]
@@ -181,20 +152,31 @@ class CodedMean:
         transfer.pending = self._answer_comm.all_to_all_async([answer] * self._comm.size, lengths=self._answer_nbytes)
 
     def _average(self, messages: list[Tensor], step: int) -> Tensor | None:
-        """Returns the average of the owned parts, or None if a worker's vector is not finite."""
-        if not all(map(_is_finite, messages)):
+        """Returns the average of the owned parts, or None if a worker's vector is not finite; on a device, NaNs."""
+        coder = self._up_owned
+        is_late = coder.is_late(messages[0])
+        if not is_late and not all(map(is_unmarked, messages)):
             return None
-        average = torch.zeros(self._up_owned.numel, dtype=torch.float32, device=messages[0].device)
+        average = torch.zeros(coder.numel, dtype=torch.float32, device=messages[0].device)
         for message in messages:  # in the order of ranks: the order changes the rounding of the sum
-            self._up_owned.decode_add(message, average, step)
-        return average.div_(len(messages))
+            coder.decode_add(message, average, step)
+        average.div_(len(messages))
+        return average.masked_fill_(any_marked(messages), torch.nan) if is_late else average
 
     def receive(self, transfer: Transfer, out: Tensor | None = None) -> Tensor:
         """Waits for the owners' answers and returns the average, in `out` if given."""
         answers = transfer.pending.wait()
-        if not all(map(_is_finite, answers)):
-            self._raise_not_finite(transfer)
+        self._check(answers, transfer, self._down)
         return self._down.decode(torch.cat(answers), out, transfer.step)
+
+    def _check(self, messages: list[Tensor], transfer: Transfer, coder: Coder) -> None:
+        """Raises on all ranks if a message is not finite: at once, or on a device when the next step begins."""
+        if coder.is_late(messages[0]):
+            self._comm.late.read(
+                any_marked(messages), lambda values: self._raise_not_finite(transfer) if values[0] else None
+            )
+        elif not all(map(is_unmarked, messages)):
+            self._raise_not_finite(transfer)
 
     def own(self, transfer: Transfer) -> Tensor:
         """Returns this worker's contribution to the average: its vector as the owners dequantize it, or zeros."""
@@ -220,7 +202,7 @@ class CodedMean:
         messages = Row(tuple(Vector((length,), torch.uint8) for length in lengths))
         _transfer_form(step, Vector((sum(self._sent_nbytes),), torch.uint8), messages).check(what, saved)
         sent, arrived, key = saved["sent"], saved["arrived"], saved["step"]
-        if not all(map(_is_finite, [sent, *arrived])):
+        if not all(map(is_unmarked, [sent, *arrived])):
             raise ValueError(f"{what} must be finite, and has messages that stand for NaN or infinity")
         rank = self._comm.rank
         if self._trains:
@@ -235,8 +217,9 @@ class CodedMean:
 
     def _raise_not_finite(self, transfer: Transfer) -> NoReturn:
         """Raises on all ranks: owners mark their answer too, so every rank notices and comes here."""
-        finite = self._comm.meet(f"a {self._name} that is not finite", _is_finite(transfer.sent))
-        culprits = ", ".join(str(rank) for rank, is_fine in zip(self._comm.members, finite, strict=True) if not is_fine)
+        finite = self._comm.meet(f"a {self._name} that is not finite", is_unmarked(transfer.sent))
+        ranks = zip(self._comm.members, finite, strict=True)
+        culprits = ", ".join(self._comm.name_of(rank) for rank, is_fine in ranks if not is_fine)
         where = f"in the {self._name} of rank {culprits}" if culprits else f"in the sum of finite {self._name}s"
         raise FloatingPointError(
             f"NaN or infinity {where} at step {transfer.sent_at}: look at its loss, data and learning rate, and "
@@ -276,9 +259,10 @@ class GatheredMean(CodedMean):
 
     def receive(self, transfer: Transfer, out: Tensor | None = None) -> Tensor:
         received = transfer.pending.wait()
-        average = self._average([received[rank] for rank in transfer.counted], transfer.step)
-        if average is None:
-            self._raise_not_finite(transfer)
+        messages = [received[rank] for rank in transfer.counted]
+        self._check(messages, transfer, self._up_owned)
+        average = self._average(messages, transfer.step)
+        assert average is not None  # it was checked
         return average if out is None else out.copy_(average)
 
 
@@ -326,66 +310,3 @@ def _restore(saved: dict[str, Any], counted: Sequence[int], device: torch.device
     arrived = saved["arrived"]  # one tensor, or one from each rank
     arrived = [one.to(device) for one in arrived] if isinstance(arrived, list) else arrived.to(device)
     return Transfer(saved["step"], saved["sent"].to(device), Arrived(arrived), saved["sent_at"], counted)
-
-
-class _Coder:
-    """Encodes neighbouring parts of a vector one by one, end to end in one message.
-
-    The code of a part does not depend on its neighbours, so it is the same whoever owns them. Where a single call
-    writes the same message, it is used: that is faster.
-    """
-
-    def __init__(self, compressor: Compressor, parts: Sequence[Part], seed: int, seeds: int) -> None:
-        self.numel = sum(part.numel for part in parts)
-        self._numels = [part.numel for part in parts]
-        self._compressors = [compressor.with_stream(part.start * seeds + seed) for part in parts]
-        if parts and _is_sliceable(compressor) and all(n % block_of(compressor) == 0 for n in self._numels[:-1]):
-            self._numels, self._compressors = [self.numel], [compressor]
-        self._nbytes = [compressor.nbytes(numel) for numel in self._numels]
-
-    def encode(self, vector: Tensor, residual: Tensor | None, step: int) -> Tensor:
-        message = torch.empty(sum(self._nbytes), dtype=torch.uint8, device=vector.device)
-        vectors, codes = _split(vector, self._numels), _split(message, self._nbytes)
-        residuals = [None] * len(vectors) if residual is None else _split(residual, self._numels)
-        for compressor, x, e, code in zip(self._compressors, vectors, residuals, codes, strict=True):
-            try:
-                if e is None:
-                    compressor.encode(x, step=step, out=code)
-                else:
-                    encode_with_feedback(compressor, x, e, step=step, out=code)
-            except ValueError:
-                if bool(torch.isfinite(x).all()):
-                    raise
-                return self.not_finite(vector.device)  # the other ranks wait for a message
-        return message
-
-    def decode(self, message: Tensor, out: Tensor | None, step: int) -> Tensor:
-        if out is None:
-            out = torch.empty(self.numel, dtype=torch.float32, device=message.device)
-        codes, vectors = _split(message, self._nbytes), _split(out, self._numels)
-        for compressor, code, x in zip(self._compressors, codes, vectors, strict=True):
-            compressor.decode(code, x.numel(), step=step, out=x)
-        return out
-
-    def decode_add(self, message: Tensor, total: Tensor, step: int) -> None:
-        codes, vectors = _split(message, self._nbytes), _split(total, self._numels)
-        for compressor, code, x in zip(self._compressors, codes, vectors, strict=True):
-            compressor.decode_add(code, x, step=step)
-
-    def not_finite(self, device: torch.device) -> Tensor:
-        return torch.full((sum(self._nbytes),), NOT_FINITE, dtype=torch.uint8, device=device)
-
-
-def _split(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    """torch.split, but without the time for a view where there is one size."""
-    return (tensor,) if len(sizes) == 1 else torch.split(tensor, sizes)
-
-
-def _is_sliceable(compressor: Compressor) -> bool:
-    """Whether the codes of consecutive whole blocks, end to end, are the code of all of them."""
-    return isinstance(compressor, Blockwise) and compressor.with_stream(1) == compressor
-
-
-def _is_finite(message: Tensor) -> bool:
-    """Whether the message does not stand for a vector with a NaN or an infinity. Reads 4 bytes of most messages."""
-    return set(message[:4].tolist()) != {NOT_FINITE} or not bool((message == NOT_FINITE).all())

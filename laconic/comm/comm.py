@@ -15,6 +15,7 @@ from torch import Tensor
 from laconic.comm.bulletin import Bulletin
 from laconic.comm.checks import check_lengths
 from laconic.comm.gossip import Gossip, Talk
+from laconic.comm.late import Late
 from laconic.comm.meter import Meter
 from laconic.topology import Topology
 
@@ -69,6 +70,7 @@ class Comm(ABC):
         rank: this worker, from 0 to `size` − 1.
         size: how many workers started the job.
         meter: counts bytes sent and seconds waited.
+        late: reads numbers of a device that decide what the host does, one step late.
 
     >>> from laconic.comm import Solo
     >>> comm = Solo()  # a job of one worker; in training, use `worker.comm`
@@ -81,6 +83,7 @@ class Comm(ABC):
     rank: int
     size: int
     meter: Meter
+    late: Late = Late()  # on the CPU it holds nothing; a comm of a device has its own
 
     @property
     @abstractmethod
@@ -89,6 +92,10 @@ class Comm(ABC):
 
         Verbs are between members, and lists that they return have one entry a member, in this order.
         """
+
+    def name_of(self, rank: int) -> str:
+        """Returns what error messages call a rank: its number in the job, also where only some ranks communicate."""
+        return str(rank)
 
     def mean(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Averages x over the workers.

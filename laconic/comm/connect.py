@@ -18,6 +18,7 @@ from laconic.comm.distributed import DistributedComm
 from laconic.comm.meter import Meter
 from laconic.comm.register import Register
 from laconic.comm.solo import Solo
+from laconic.comm.staged import StagedComm
 from laconic.log import warn
 
 # Variables of launchers that start several processes, but do not set what torch.distributed needs to connect them.
@@ -34,7 +35,8 @@ def connect(device: torch.device, timeout: float) -> Comm:
     Initialises torch.distributed unless the user has; it stays initialised afterwards.
 
     Args:
-        device: of the tensors; on "cuda" the foreground uses NCCL.
+        device: of the tensors. Where torch.distributed has a backend for it (NCCL for "cuda", …), the foreground uses
+            that. Other tensors of devices travel through host memory.
         timeout: seconds after which a wait for another worker fails.
 
     Returns:
@@ -57,18 +59,33 @@ def connect(device: torch.device, timeout: float) -> Comm:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             _warn_if_launched()
             return Solo()
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        _initialise(backend, patience)
+        own = device_backend(device)
+        _initialise("gloo" if own is None else f"cpu:gloo,{device.type}:{own}", patience)
     if dist.get_world_size() == 1:
         return Solo()
     store = dist.distributed_c10d._get_default_store()
     register = Register(store, dist.get_rank(), dist.get_world_size(), timeout)
     try:
         register.start(patience)
-        return DistributedComm("foreground", register, Meter(), "nccl" if device.type == "cuda" else "gloo")
-    except PeerError as error:
+        own = device_backend(device)
+        if device.type == "cpu" or own is not None:
+            return DistributedComm("foreground", register, Meter(), own or "gloo", device=device)
+        # A thread starts the messages, as soon as the device has written them, so they must move without the worker.
+        channel = DistributedComm("foreground", register, Meter(), "gloo", device=device, background=True)
+        return StagedComm(channel, device, timeout)
+    except (PeerError, ValueError) as error:
         register.fail(str(error))
         raise
+
+
+def device_backend(device: torch.device) -> str | None:
+    """Returns the backend of torch.distributed for a device's own memory, or None if there is none.
+
+    >>> device_backend(torch.device("cpu")) is None
+    True
+    """
+    backend = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return backend if backend not in ("gloo", "fake") and dist.is_backend_available(backend) else None
 
 
 def expected_size() -> int:

@@ -1,11 +1,14 @@
-"""The verbs over torch.distributed: gloo for tensors on the CPU and for background channels, NCCL for the rest on GPUs.
+"""The verbs over torch.distributed: gloo for tensors in host memory, a device's own backend (NCCL, …) for its tensors.
 
-The paths for GPUs are untested.
+A device's backend serves the foreground only; `comm/staged.py` brings device tensors to channels of host memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -19,8 +22,9 @@ from laconic.comm.background import BackgroundGossip
 from laconic.comm.bulletin import Bulletin, StoreBulletin
 from laconic.comm.checks import check_buffers, contiguous_copy
 from laconic.comm.comm import Comm, PeerError, Pending
-from laconic.comm.finite import is_finite, raise_not_finite
+from laconic.comm.finite import all_finite, check_late
 from laconic.comm.gossip import Gossip, Talk
+from laconic.comm.late import Late
 from laconic.comm.mesh import HAS_EPOLL, Mesh
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Dropped, Pairing
@@ -33,9 +37,10 @@ from laconic.comm.plan import (
     mean_nbytes,
 )
 from laconic.comm.register import Register, first_line
+from laconic.comm.staged import CPU, StagedComm
 from laconic.comm.store import StoreGone
 from laconic.comm.wire import Connector, WireError, bytes_of
-from laconic.comm.work import PendingWork, PointToPointWork, Work, call_torch, wait_for
+from laconic.comm.work import DeviceWork, PendingWork, PointToPointWork, Work, call_torch, wait_for
 from laconic.ranges import span
 from laconic.topology import Topology
 
@@ -50,42 +55,69 @@ class DistributedComm(Comm):
     foreground channel uses it for messages that all ranks know to be small, since nothing moves long ones while the
     worker computes.
 
+    With a device's backend, a wait makes the device wait and not the host. Before it starts an operation, the host
+    makes sure that those of earlier steps are over: so it learns of a rank that is gone, and is at most a step ahead.
+
     Args:
         name: of the channel, in the meter and in error messages.
         register: where ranks leave their errors, and meet.
         meter: shared by all channels.
-        backend: "gloo" or "nccl".
+        backend: "gloo", or the device's own.
+        device: of the model, for which other channels and gossip are made.
         background: whether messages must also move while the worker computes.
+        late: shared by all channels; by default a new one.
     """
 
-    def __init__(self, name: str, register: Register, meter: Meter, backend: str, *, background: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        register: Register,
+        meter: Meter,
+        backend: str,
+        *,
+        device: torch.device = CPU,
+        background: bool = False,
+        late: Late | None = None,
+    ) -> None:
         self.rank, self.size, self.meter = register.rank, register.size, meter
         self._name, self._register, self._backend, self._background = name, register, backend, background
+        self.device, self.late = device, late or Late()
+        self._unfinished: deque[DeviceWork] = deque()  # of a device's backend: what the host has not seen completed
         # A rank that does not come is named by the meeting; new_group alone would only say that a key is missing.
         self._opening = f"the opening of the {name} channel"
-        register.meet(self._opening, meter.step, None)
+        _require_same_devices(register, register.meet(self._opening, meter.step, [backend, device.type]))
         self._sequence = f"{name}-{register.count('channels')}"
         self._timeout = timedelta(seconds=register.timeout)
-        self._whole = self._new_group(list(range(self.size)))
+        self._whole = self._new_group(register.members)
         self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
+        self._staged: list[StagedComm] = []  # around the channels, for tensors of a device
         self._gossip: BackgroundGossip | None = None
-        self._mesh = self._open_mesh() if backend == "gloo" and HAS_EPOLL and self.size > 1 else None
+        self._mesh = self._open_mesh() if backend == "gloo" and HAS_EPOLL and len(self.members) > 1 else None
+        if backend != "gloo":
+            # NCCL connects in the first operation, which must be of all ranks and takes seconds.
+            probe = torch.zeros(1, device=device)
+            connect = lambda: dist.broadcast(probe, src=self.members[0], group=self._whole, async_op=True)  # noqa: E731
+            self._start("connect", 0, connect, lambda: None).wait()
+            self._await_device()
 
     def _new_group(self, members: list[int]) -> Any:
         def new_group() -> Any:
-            if len(members) == self.size:
-                return dist.new_group(backend=self._backend, timeout=self._timeout)
+            partition = self._register.partition
+            if members in partition:
+                # All ranks make the groups of all subsets, in the same order: torch names groups by counting them.
+                groups = [dist.new_group(ranks, backend=self._backend, timeout=self._timeout) for ranks in partition]
+                return groups[partition.index(members)]
             # gloo cannot use a group with a dead rank.
             return dist.new_group(members, backend=self._backend, timeout=self._timeout, use_local_synchronization=True)
 
-        if self._backend == "nccl":
+        if self._backend != "gloo":
             return new_group()  # on this thread, whose current device it uses
         return call_torch(new_group, self._register, self._opening)
 
     def _open_mesh(self) -> Mesh:
         register = self._register
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in self.members if rank != self.rank]
         connector = Connector(
             register.store.prefixed(self._sequence),
             self.rank,
@@ -129,7 +161,7 @@ class DistributedComm(Comm):
         the averages of `consensus()` and of the end, the first that a channel sends in hours, go this way too. This is
         no `mean_async`: the second round starts in the wait, so ranks that wait in another order would mix them up.
         """
-        finite_here, result, n = is_finite(x), contiguous_copy(x, out), len(self.members)
+        finite_here, result, n = all_finite(x), contiguous_copy(x, out), len(self.members)
         entries, nbytes = result.view(-1), _nbytes(x)
         lengths = [share.numel() for share in torch.tensor_split(entries, n)]
         own = lengths[self._place]
@@ -141,7 +173,7 @@ class DistributedComm(Comm):
         return self._checked(result, finite_here)
 
     def mean_async(self, x: Tensor, *, out: Tensor | None = None) -> Pending[Tensor]:
-        finite_here, result = is_finite(x), contiguous_copy(x, out)
+        finite_here, result = all_finite(x), contiguous_copy(x, out)
         return self._start(
             "mean",
             mean_nbytes(_nbytes(x), len(self.members)),
@@ -149,10 +181,8 @@ class DistributedComm(Comm):
             lambda: self._checked(result, finite_here),
         )
 
-    def _checked(self, mean: Tensor, finite_here: bool) -> Tensor:
-        # The mean is the same on all ranks, so either all of them meet in `raise_not_finite` or none does.
-        if not is_finite(mean):
-            raise_not_finite(self, finite_here)
+    def _checked(self, mean: Tensor, finite_here: Tensor) -> Tensor:
+        check_late(self, mean, finite_here)
         return mean
 
     def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
@@ -232,7 +262,17 @@ class DistributedComm(Comm):
             works = [dist.irecv(received, src=peer, group=self._group), dist.isend(sent, dst=peer, group=self._group)]
             return PointToPointWork(works)
 
-        return self._start("exchange", _nbytes(x), launch, lambda: received, peer=peer).wait()
+        def launch_on_device() -> list[Any]:
+            # As one batch: NCCL does one operation after the other, and both ranks would wait in the first.
+            return dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, peer, group=self._group),
+                    dist.P2POp(dist.irecv, received, peer, group=self._group),
+                ]
+            )
+
+        start = launch if self._backend == "gloo" else launch_on_device
+        return self._start("exchange", _nbytes(x), start, lambda: received, peer=peer).wait()
 
     def gossip(self, topology: Topology, talk: Talk) -> Gossip:
         if topology.nodes != tuple(range(self.size)):
@@ -240,16 +280,34 @@ class DistributedComm(Comm):
         if self._register.pairing is not None:
             raise RuntimeError("gossip must be started only once in a job")
         store = self._register.store
-        gossip = BackgroundGossip(store, topology, self.rank, talk, self.meter, self._register.timeout)
+        gossip = BackgroundGossip(store, topology, self.rank, talk, self.meter, self._register.timeout, self.device)
         self._register.pairing = Pairing(store, topology, self.rank)
         self._gossip = gossip
         return gossip
 
     def channel(self, name: str = "background") -> Comm:
-        # NCCL deadlocks when two threads use it, so background channels always use gloo.
-        channel = DistributedComm(name, self._register, self.meter, "gloo", background=True)
+        return self.open_channel(name, self._register, background=True)
+
+    def open_channel(self, name: str, register: Register, *, background: bool) -> Comm:
+        """Opens another channel for tensors of the model's device. This channel closes it.
+
+        Args:
+            name: of the channel.
+            register: of the ranks that it connects. All of the job open theirs at the same time.
+            background: whether messages must also move while the worker computes.
+        """
+        # NCCL's operations wait for each other's kernels, so background channels always use gloo.
+        background = background or self._background
+        backend = "gloo" if background else self._backend
+        channel = DistributedComm(
+            name, register, self.meter, backend, device=self.device, background=background, late=self.late
+        )
         self._channels.append(channel)
-        return channel
+        if self.device.type == "cpu" or backend != "gloo":
+            return channel
+        staged = StagedComm(channel, self.device, register.timeout)
+        self._staged.append(staged)
+        return staged
 
     def meet(self, what: str, note: Any = None) -> list[Any]:
         start = time.monotonic()
@@ -309,6 +367,9 @@ class DistributedComm(Comm):
             self._gossip.warn_of_lost(self.members, self._register.pairing.dropped)
 
     def _close_connections(self) -> None:
+        for staged in self._staged:
+            staged.stop()
+        self._await_device()
         for channel in self._channels:
             channel._close_connections()
         if self._mesh is not None:
@@ -331,7 +392,11 @@ class DistributedComm(Comm):
         sequence, name = (
             (self._sequence, verb) if peer is None else (f"{self._sequence}>{peer}", f"{verb} with rank {peer}")
         )
-        number = self._register.count(sequence)
+        number, step = self._register.count(sequence), self.meter.step
+        participants = (
+            {peer: f"{self._sequence}>{self.rank}"} if peer is not None else dict.fromkeys(self.members, self._sequence)
+        )
+        self._await_device(before=step)
         try:
             work = launch()
         except PeerError:
@@ -340,22 +405,31 @@ class DistributedComm(Comm):
             others = self.members if peer is None else [peer]
             raise self._register.roll_call(f"{name} at step {self.meter.step}", first_line(error), others) from error
         self.meter.add(self._name, verb, calls=1 if nbytes else 0, nbytes=nbytes)
+        on_device = None
+        if self._backend != "gloo":
+            works = work if isinstance(work, list) else [work]
+            on_device = DeviceWork(works, f"{name} at step {step}", participants, number, step)
+            self._unfinished.append(on_device)
 
         def wait() -> None:
             start = time.monotonic()
             self.meter.begin_wait(start)
-            participants = (
-                {peer: f"{self._sequence}>{self.rank}"}
-                if peer is not None
-                else dict.fromkeys(self.members, self._sequence)
-            )
             try:
                 with span(f"wait {verb}"):
-                    wait_for(work, self._register, f"{name} at step {self.meter.step}", participants, number)
+                    if on_device is not None:
+                        on_device.order(self._register)
+                    else:
+                        wait_for(work, self._register, f"{name} at step {self.meter.step}", participants, number)
             finally:
                 self.meter.add(self._name, verb, seconds=time.monotonic() - start)
 
         return PendingWork(wait, finish, launch)
+
+    def _await_device(self, before: float = math.inf) -> None:
+        """Makes the host wait for the device's operations that were started before the step `before`."""
+        while self._unfinished and self._unfinished[0].step < before:
+            self._unfinished[0].await_completion(self._register)
+            self._unfinished.popleft()
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -368,6 +442,18 @@ def _split_bytes(x: Tensor, lengths: Sequence[int]) -> list[memoryview]:
     """Returns the memory of consecutive parts of x, which have `lengths` entries."""
     content, size = bytes_of(x), x.element_size()
     return [content[(end - n) * size : end * size] for n, end in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def _require_same_devices(register: Register, kinds: Sequence[Sequence[str]]) -> None:
+    """Raises a ValueError on every rank if the ranks' models are on different kinds of devices."""
+    if any(kind != kinds[0] for kind in kinds):
+        found = "; ".join(
+            f"{device} ({backend}) on rank {rank}"
+            for rank, (backend, device) in zip(register.members, kinds, strict=True)
+        )
+        with contextlib.suppress(PeerError):  # as in `raise_together`: a rank that left at once would be blamed
+            register.meet("an error of all ranks", 0, None)
+        raise ValueError(f"all ranks must train on the same kind of device with the same backend, not {found}")
 
 
 def _nbytes(x: Tensor) -> int:

@@ -13,7 +13,9 @@ from typing_extensions import Self
 from laconic.topology import Topology
 
 # One worker's side of an exchange. Each tensor that it yields is sent to the peer, and what the peer yielded at this
-# point comes back. Both sides yield the same number of tensors, of the same shapes and dtypes, and may modify none.
+# point comes back: in host memory, from where a device may copy it without waiting, or on the device. Both sides yield
+# the same number of tensors, of the same shapes and dtypes, and may modify none. One that is not finite is not sent,
+# and ends the gossip with an error.
 Dialogue = Generator[Tensor, Tensor, None]
 Talk = Callable[[int], Dialogue]  # the peer's rank → this worker's side of an exchange with it
 

@@ -36,7 +36,7 @@ class Counts:
     def _sum(self, what: str, channel: str | None, verb: str | None) -> float:
         return sum(  # type: ignore[no-any-return]
             getattr(tally, what)
-            for (c, v), tally in self.tallies.items()
+            for (c, v), tally in list(self.tallies.items())  # a copy: another thread may add one meanwhile
             if (channel is None or c == channel) and (verb is None or v == verb)
         )
 
@@ -61,7 +61,7 @@ class Meter:
 
     Channels: `foreground` is traffic that a step may wait for, `background` is traffic that it does not wait for,
     `control` is the worker's own traffic (the broadcast at the start, `consensus()`, the average at the end, and 32
-    bytes now and then by which the ranks compare themselves).
+    bytes now and then by which the ranks compare themselves). `node` is traffic inside a node (docs/nodes.md).
 
     Args:
         in_training_thread: tells whether the caller is the training thread; by default, that is the present thread.

@@ -1,12 +1,15 @@
 """What each verb sends: how many bytes, in how many rounds. The meter counts by it, and simulated links delay by it.
 
-A round is a message that is sent after the one before it has arrived, so each costs the delay of the path once.
+A round is a message that is sent after the one before it has arrived, so each costs the delay of the path once. With
+gloo a message is sent only when the receiver has announced its buffer. In a ring the announcements of later rounds are
+sent ahead, so it costs one more round at the start of each pass around the ring, and of any other verb.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+ANNOUNCEMENT_ROUNDS = 1  # of gloo: from the receiver, before the first message
 SMALL_NBYTES = 2**16  # up to here, blocking verbs of the foreground bypass gloo's rings
 
 
@@ -33,9 +36,9 @@ def mean_rounds(size: int, *, direct: bool) -> int:
     """Returns the rounds of a mean: to the ranks that average a share each, and back; or twice around the ring.
 
     >>> mean_rounds(8, direct=True), mean_rounds(8, direct=False)
-    (2, 14)
+    (2, 16)
     """
-    return 2 if direct else 2 * (size - 1)
+    return 2 if direct else 2 * (size - 1 + ANNOUNCEMENT_ROUNDS)
 
 
 def all_gather_nbytes(nbytes: int, size: int) -> int:
@@ -51,18 +54,27 @@ def all_gather_rounds(size: int, *, direct: bool) -> int:
     """Returns the rounds of an all_gather: one, or once around the ring.
 
     >>> all_gather_rounds(8, direct=True), all_gather_rounds(8, direct=False)
-    (1, 7)
+    (1, 8)
     """
-    return 1 if direct else size - 1
+    return 1 if direct else size - 1 + ANNOUNCEMENT_ROUNDS
 
 
 def all_to_all_nbytes(lengths: Sequence[int], place: int, element_size: int) -> int:
-    """Returns how many bytes the rank at `place` sends in an all_to_all, which takes one round.
+    """Returns how many bytes the rank at `place` sends in an all_to_all.
 
     >>> all_to_all_nbytes([5, 6, 7], place=1, element_size=4)
     48
     """
     return (sum(lengths) - lengths[place]) * element_size
+
+
+def all_to_all_rounds(*, direct: bool) -> int:
+    """Returns the rounds of an all_to_all, or of an exchange of two ranks.
+
+    >>> all_to_all_rounds(direct=True), all_to_all_rounds(direct=False)
+    (1, 2)
+    """
+    return 1 if direct else 1 + ANNOUNCEMENT_ROUNDS
 
 
 def broadcast_nbytes(nbytes: int, place: int, size: int) -> int:
@@ -85,12 +97,12 @@ def broadcast_nbytes(nbytes: int, place: int, size: int) -> int:
 
 
 def broadcast_rounds(size: int) -> int:
-    """Returns the depth of the tree of a broadcast.
+    """Returns the rounds of a broadcast: the depth of its tree, and the announcement, which all send at once.
 
     >>> [broadcast_rounds(size) for size in (1, 2, 4, 5)]
-    [0, 1, 2, 3]
+    [0, 2, 3, 4]
     """
-    return (size - 1).bit_length()
+    return (size - 1).bit_length() + ANNOUNCEMENT_ROUNDS if size > 1 else 0
 
 
 MEETING_ROUNDS = 2  # to the store, and back

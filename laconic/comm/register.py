@@ -52,6 +52,7 @@ class Register:
         # Called again and again while this rank waits for something else: others may need a connection to it repaired.
         self.meanwhile: list[Callable[[], None]] = []
         self.members = list(range(size))  # as of the last meeting
+        self.partition = [self.members]  # all ranks of the job, in the subsets in which they communicate
         self.pairing: Pairing | None = None  # with gossip: lists the ranks that were dropped, and the rest continue
         self._meetings = 0
         self._started: dict[str, int] = {}  # operations started so far, by sequence
@@ -128,6 +129,7 @@ class Register:
                 break
             self.raise_if_failed(f"{what} at step {step}")
             missing = [rank for rank, key in zip(expected, keys, strict=True) if not self.store.check([key])]
+            self.raise_if_elsewhere(f"{what} at step {step}", missing)
             if self.pairing is not None:
                 for rank, why in self._find_lost(heartbeats, missing).items():
                     self.pairing.drop(rank, f"{why}, says rank {self.rank}")
@@ -136,6 +138,17 @@ class Register:
                 raise self._time_is_over(what, step, timeout, missing)
         if self.pairing is not None:
             self._agree_on_members(self.pairing, f"meet/{number}/members", expected)
+
+    def raise_if_elsewhere(self, doing: str, missing: Collection[int]) -> None:
+        """Raises if a missing rank waits for this one elsewhere. In a job with one sequence of meetings none does."""
+
+    def place_of(self, rank: int) -> str | None:
+        """Returns the next meeting and the step, in words, if a rank waits there already for this one."""
+        key = f"meet/{self._meetings + 1}/{rank}"
+        if not self.store.check([key]):
+            return None
+        what, step, *_ = json.loads(self.store.get(key))
+        return f"{what} since its step {step}, and all ranks must come there{_hint(what)}"
 
     def _find_lost(self, heartbeats: Heartbeats, missing: list[int]) -> dict[int, str]:
         """Returns which of the missing ranks are lost, with gossip, and why. Ranks that are slow but live are not.

@@ -6,12 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from laconic.comm.checks import check_buffers, contiguous_copy
 from laconic.comm.comm import Comm, Pending
-from laconic.comm.finite import is_finite, raise_not_finite
+from laconic.comm.finite import check_late
 from laconic.comm.gossip import Gossip, Talk
+from laconic.comm.late import Late
 from laconic.comm.meter import Meter
 from laconic.topology import Topology
 
@@ -46,15 +48,14 @@ class Solo(Comm):
     size = 1
 
     def __init__(self) -> None:
-        self.meter = Meter()
+        self.meter, self.late = Meter(), Late()
 
     @property
     def members(self) -> list[int]:
         return [0]
 
     def mean_async(self, x: Tensor, *, out: Tensor | None = None) -> Pending[Tensor]:
-        if not is_finite(x):
-            raise_not_finite(self, finite_here=False)
+        check_late(self, x, torch.zeros(()))
         return Arrived(contiguous_copy(x, out))
 
     def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:

@@ -14,8 +14,11 @@ from laconic.comm.register import CHECK_SECONDS, Register, first_line
 T = TypeVar("T")
 
 
+POLL_SECONDS = 1e-3  # between two looks at an operation of a device
+
+
 class Work(Protocol):
-    """The handle of a started operation: one of torch.distributed's, of a `Mesh`, or a `PointToPointWork`."""
+    """The handle of a started operation: one of gloo's, of a `Mesh`, or a `PointToPointWork`."""
 
     def wait(self, timeout: timedelta, /) -> object:
         """Raises a RuntimeError or a TimeoutError if the operation failed or is not over in time."""
@@ -52,6 +55,51 @@ def wait_for(work: Work, register: Register, doing: str, participants: Mapping[i
                 raise register.roll_call(doing, f"waited {register.timeout:g} s", participants) from error
             register.serve()
             register.raise_if_stuck(doing, participants, number)
+
+
+class DeviceWork:
+    """Operations of a device's own backend (NCCL, XCCL, …), as one.
+
+    A wait without a time-out makes the calling thread's current stream wait for them, and returns at once. A timed wait
+    would block the host, and when its time is over break the communicator.
+
+    Args:
+        works: the handles of torch.distributed.
+        doing: describes the operations in error messages.
+        participants, number: as in `Register.raise_if_stuck`.
+        step: in which they were started.
+    """
+
+    def __init__(
+        self, works: Sequence[Any], doing: str, participants: Mapping[int, str], number: int, step: int
+    ) -> None:
+        self._works, self._doing, self._participants, self._number = works, doing, participants, number
+        self.step = step
+
+    def order(self, register: Register) -> None:
+        """Makes the current stream wait for the operations. Raises a PeerError if they have failed already."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise register.roll_call(self._doing, first_line(error), self._participants) from error
+
+    def await_completion(self, register: Register) -> None:
+        """Makes the host wait for the operations, and checks once a second whether they can still complete.
+
+        Raises:
+            PeerError: as `wait_for`.
+        """
+        start = checked = time.monotonic()
+        while not all(work.is_completed() for work in self._works):
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if now - start > register.timeout:
+                raise register.roll_call(self._doing, f"waited {register.timeout:g} s", self._participants)
+            if now - checked > CHECK_SECONDS:
+                checked = now
+                register.serve()
+                register.raise_if_stuck(self._doing, self._participants, self._number)
 
 
 def call_torch(function: Callable[[], T], register: Register, doing: str) -> T:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from laconic.compress import packing
 from laconic.compress.backend import kernels_for
-from laconic.compress.compressor import Compressor, check_finite, not_finite
+from laconic.compress.compressor import Compressor, check_finite, holds, not_finite
 from laconic.rules import MOST
 
 BLOCK = 2048
@@ -24,6 +24,8 @@ class Blockwise(Compressor):
     code of a slice that starts and ends at multiples of `block` is a slice of the code of the whole vector. A shorter
     last block is packed as a plain sequence, so that `nbytes` = ⌈numel·bits/8⌉ + 4·blocks (except for `Pick`).
     """
+
+    takes_anything = True
 
     @property
     @abstractmethod
@@ -119,7 +121,7 @@ class Blockwise(Compressor):
         scales = blocks[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
         last_scale = last[:4].clone().view(torch.float32)
         for part in (scales, last_scale):
-            if not bool((torch.isfinite(part) & ~torch.signbit(part)).all()):
+            if not holds(lambda part=part: (torch.isfinite(part) & ~torch.signbit(part)).all()):  # type: ignore[misc]
                 raise self._bad_scale(code)
         target[: full * self.block] = self._dequantize(self._unpack(blocks[:, 4:], self.block), scales).flatten()
         if count:

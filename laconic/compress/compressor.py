@@ -1,8 +1,11 @@
 """The interface of all compressors: a vector → a `uint8` code of known size → a vector."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +39,9 @@ class Compressor(ABC):
     @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Returns the exact size in bytes of the code of `numel` entries."""
+
+    # Whether any vector gives a code and any bytes a vector, inside `unchecked`: then others may check values later.
+    takes_anything: ClassVar[bool] = False
 
     @property
     def kernels(self) -> str | None:
@@ -210,10 +216,31 @@ def check_vector(name: str, vector: Tensor) -> None:
         )
 
 
+_CHECKS: ContextVar[bool] = ContextVar("laconic_checks", default=True)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Lets compressors without a kernel skip their checks of values, for which the host would wait for a device.
+
+    Codes of vectors that are not finite, and vectors of bytes that are no code, are then without a meaning.
+    """
+    token = _CHECKS.set(False)
+    try:
+        yield
+    finally:
+        _CHECKS.reset(token)
+
+
+def holds(condition: Callable[[], Tensor]) -> bool:
+    """Returns whether a condition on values holds; True inside `unchecked`, where it is not computed."""
+    return not _CHECKS.get() or bool(condition())
+
+
 def check_finite(x: Tensor) -> None:
     """Raises ValueError if an entry of `x` is NaN or infinite."""
     kernels = kernels_for(x)
-    if not (kernels.dense.all_finite(x.numpy()) if kernels else bool(torch.isfinite(x).all())):
+    if not (kernels.dense.all_finite(x.numpy()) if kernels else holds(lambda: torch.isfinite(x).all())):
         raise not_finite(x)
 
 

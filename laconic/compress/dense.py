@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.compress.backend import kernels_for
-from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, not_finite, reinterpret
+from laconic.compress.compressor import Compressor, check_finite, check_sum_finite, holds, not_finite, reinterpret
 from laconic.rules import check_choice
 
 
@@ -22,6 +22,8 @@ class Identity(Compressor):
         >>> Identity().decode(Identity().encode(torch.tensor([0.1, -3.0])), 2)
         tensor([ 0.1000, -3.0000])
     """
+
+    takes_anything = True
 
     @property
     def kernels(self) -> str:
@@ -85,6 +87,8 @@ class Half(Compressor):
     def _dtype(self) -> torch.dtype:
         return torch.float16 if self.format == "fp16" else torch.bfloat16
 
+    takes_anything = True
+
     @property
     def kernels(self) -> str:
         return "half"
@@ -133,7 +137,7 @@ class Half(Compressor):
             exponent = np.uint16(0x7C00 if self.format == "fp16" else 0x7F80)
             finite = kernels.dense.halves_are_finite(reinterpret(code, torch.uint16).numpy(), exponent)
         else:
-            finite = bool(torch.isfinite(reinterpret(code, self._dtype)).all())
+            finite = holds(lambda: torch.isfinite(reinterpret(code, self._dtype)).all())
         if not finite:
             raise not_finite(reinterpret(code, self._dtype))
 

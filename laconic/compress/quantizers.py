@@ -267,5 +267,5 @@ class Uniform(Blockwise):
         return (level.round() + self._top).to(torch.uint8)
 
     def _dequantize(self, symbols: Tensor, scales: Tensor) -> Tensor:
-        unit = torch.tensor(1.0, dtype=torch.float32, device=symbols.device) / self._top
+        unit = torch.ones((), dtype=torch.float32, device=symbols.device) / self._top
         return ((symbols.to(torch.float32) - self._top) * unit) * scales

@@ -32,9 +32,8 @@ def uniform_noise(key: int, blocks: int, block: int, device: torch.device) -> Te
     Each is a hash of its index in the block, keyed by a hash of `key` + the block's number; `kernels/bits.py` has the
     same function as `hash32`. Block b with key k gets the numbers of block 0 with key k + b.
     """
-    keys = [splitmix64((key + b) & _MASK_64) for b in range(blocks)]
-    first = torch.tensor([k & _MASK_32 for k in keys], dtype=torch.int64, device=device)[:, None]
-    second = torch.tensor([k >> 32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    keys = _splitmix64(torch.arange(blocks, device=device)[:, None] + _signed(key))
+    first, second = keys & _MASK_32, (keys >> 32) & _MASK_32
     h = (torch.arange(block, device=device) + first) & _MASK_32
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK_32
     h = h ^ (h >> 15) ^ second
@@ -42,3 +41,17 @@ def uniform_noise(key: int, blocks: int, block: int, device: torch.device) -> Te
     h = h ^ (h >> 16)
     signed = torch.where(h > 0x7FFFFFFF, h - (_MASK_32 + 1), h)
     return signed.to(torch.float32) * 2.0**-32
+
+
+def _splitmix64(value: Tensor) -> Tensor:
+    """`splitmix64` of each entry. 64-bit integers are signed in torch: products wrap around, and shifts are masked."""
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ ((value >> 30) & (_MASK_64 >> 30))) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ ((value >> 27) & (_MASK_64 >> 27))) * _signed(0x94D049BB133111EB)
+    return value ^ ((value >> 31) & (_MASK_64 >> 31))
+
+
+def _signed(value: int) -> int:
+    """Returns the signed integer with the same 64 bits."""
+    value &= _MASK_64
+    return value - (1 << 64) if value >> 63 else value

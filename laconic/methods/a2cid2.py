@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Dialogue, Gossip
-from laconic.comm.finite import is_finite
+from laconic.comm.finite import check_gossip
 from laconic.forms import Real, Whole
 from laconic.method import Method, Replica, check_count, check_flag, check_number, mean_of, state
 from laconic.methods.gossip_foreground import draw_matchings, run_dialogue
@@ -155,13 +155,13 @@ class A2CiD2(Method):
             return
         if self._gossip is None:
             # All ranks raise here, and not only those that would exchange with a rank whose x is not finite.
-            worker.comm.mean(torch.tensor([0.0 if is_finite(worker.x) else math.nan]))
+            worker.comm.mean(torch.where(worker.x.isfinite().all(), 0.0, math.nan).reshape(1))
             self._finish_step()
             self.backlog += 1.0 if self.rate == "auto" else self.rate
             pairs, self.backlog = draw_matchings(self._graph, self.backlog, worker.generator)
             for pair in pairs:
                 if worker.comm.rank in pair:
-                    run_dialogue(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank)
+                    run_dialogue(worker.comm, self.exchange, peer=sum(pair) - worker.comm.rank, device=worker.x.device)
                     self._apply_pending()
             return
         with self._gossip:
@@ -171,7 +171,9 @@ class A2CiD2(Method):
 
     def pause(self, worker: Replica) -> None:
         if self._gossip is not None:
-            self._check_finite(self._x)  # now: else the average of all models would fail, and with it all workers
+            check_gossip(
+                self._x, self._rank, self.steps
+            )  # now: else the average of all models would fail, and with it all workers
             with self._gossip:
                 # consensus() may overwrite x with the averaged model. Exchanges go on and must not send that.
                 self._local_x = self._x.clone()
@@ -197,6 +199,9 @@ class A2CiD2(Method):
 
     def common(self, worker: Replica) -> Literal["nothing", "step"]:
         return "nothing" if self.background else "step"
+
+    def unsliceable(self) -> None:
+        return None
 
     def changed_outside(self) -> str | None:
         if not self.background:
@@ -257,13 +262,13 @@ class A2CiD2(Method):
             exchanged = 0
             for piece in self._pieces(int(exchange_steps), int(position)):
                 sent = self._current_x(piece)
-                self._check_finite(sent)
                 steps = min(self.steps - steps_before, MAX_EXCHANGE_STEPS)
                 message = self._send_buffer[: sent.numel() + 1]
                 message[-1] = steps
                 received = yield message
                 steps = max(steps, int(received[-1].item()))
-                self._move(piece, sent.sub_(received[:-1]), -0.5, 0.5 - alpha_tilde)
+                difference = sent.sub_(received[:-1].to(sent.device, non_blocking=True))
+                self._move(piece, difference, -0.5, 0.5 - alpha_tilde)
                 exchanged += sent.numel()
                 if self.rate == "auto" and steps >= MAX_EXCHANGE_STEPS:
                     break
@@ -326,13 +331,6 @@ class A2CiD2(Method):
         else:
             out.copy_(self._local_x[piece])
         return out.add_(self.delta[piece], alpha=self.pending_mix) if self.pending_mix else out
-
-    def _check_finite(self, sent: Tensor) -> None:
-        if not is_finite(sent):
-            raise FloatingPointError(
-                f"rank {self._rank}: the parameters contain NaN or infinity after step {self.steps}, so this worker "
-                f"has left the gossip; lower the learning rate or clip gradients, and resume from a checkpoint"
-            )
 
     def _apply_pending(self) -> None:
         """Adds the pending changes to the model; only between steps, never during a forward or backward pass."""

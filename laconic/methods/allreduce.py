@@ -34,6 +34,9 @@ class AllReduce(Method):
         packed = worker.pack_gradient()
         worker.unpack_gradient(worker.mean(packed, out=packed))
 
+    def unsliceable(self) -> None:
+        return None
+
     def sent_until(self, worker: Replica) -> int:
         return worker.step
 

@@ -33,12 +33,12 @@ def draw_matchings(graph: Topology, backlog: float, generator: torch.Generator) 
     return pairs, backlog
 
 
-def run_dialogue(comm: Comm, talk: Callable[[int], Dialogue], peer: int) -> None:
-    """Runs a dialogue with a peer in the foreground, message by message."""
+def run_dialogue(comm: Comm, talk: Callable[[int], Dialogue], peer: int, device: torch.device) -> None:
+    """Runs a dialogue with a peer in the foreground, message by message. `device`: of the foreground's tensors."""
     dialogue = talk(peer)
     sent = next(dialogue)
     while True:
-        received = comm.exchange(sent, peer)
+        received = comm.exchange(sent.to(device), peer).to(sent.device)
         try:
             sent = dialogue.send(received)
         except StopIteration:

@@ -20,7 +20,8 @@ class LocalSGD(Averaging):
 
     Args:
         period: local steps between two rounds of averaging.
-        moments: `"averaged"` also averages the optimizer's state (momentum, Adam's m and v) in each round.
+        moments: `"averaged"` also averages the optimizer's state (momentum, Adam's m and v), uncompressed.
+        moments_every: rounds between two averages of the optimizer's state.
         compressor: quantizes what is sent, with error feedback; such as `Uniform(4)`.
 
     Bytes per round and worker are those of ADPSGD, and so is the rule for another number of workers.
@@ -41,10 +42,12 @@ class LocalSGD(Averaging):
     period: int = 8
     moments: Moments = "local"
     compressor: Compressor | None = None
+    moments_every: int = 1
 
     def __post_init__(self) -> None:
         check_count("period", self.period)
         check_choice("moments", self.moments, ("local", "averaged"))
+        check_count("moments_every", self.moments_every)
         check_compressor(self.compressor)
 
     def setup(self, worker: Replica) -> None:
@@ -59,7 +62,7 @@ class LocalSGD(Averaging):
     def after_step(self, worker: Replica) -> None:
         self.steps_since_round += 1
         if self.steps_since_round == self.period:
-            self.average(worker, self.moments, self.compressor)
+            self.average(worker, self.moments, self.compressor, self.moments_every)
 
     def metrics(self) -> dict[str, float]:
         return {"period": float(self.period)} | super().metrics()

@@ -70,6 +70,9 @@ class QSGD(Method):
         flags.copy_(torch.stack(gathered.wait()).amax(dim=0))
         worker.unpack_gradient(packed)
 
+    def unsliceable(self) -> None:
+        return None
+
     def sent_until(self, worker: Replica) -> int:
         return worker.step
 

@@ -18,6 +18,7 @@ from laconic.comm.plan import (
     all_gather_nbytes,
     all_gather_rounds,
     all_to_all_nbytes,
+    all_to_all_rounds,
     broadcast_nbytes,
     broadcast_rounds,
     is_direct,
@@ -112,7 +113,7 @@ class SimulatedComm(Comm):
         def finish() -> Tensor:
             mean, finite = operation.result
             if not finite:
-                raise_not_finite(self, is_finite(result))
+                raise_not_finite(self, is_finite(result), self.meter.step)
             result.view(-1).copy_(mean)
             return result if out is None else out
 
@@ -178,7 +179,7 @@ class SimulatedComm(Comm):
             (sent.detach(), list(sent_lengths), received.detach(), list(received_lengths)),
             start,
             traffic=traffic,
-            rounds=1,
+            rounds=all_to_all_rounds(direct=is_direct(None, background=self._background)),
             connections=n - 1,
             sent=all_to_all_nbytes(sent_lengths, place, size),
         )
@@ -204,7 +205,7 @@ class SimulatedComm(Comm):
             start,
             traffic=lambda _: {rank: (sent[rank], 0 if rank == root else nbytes) for rank in members},
             rounds=broadcast_rounds(n),
-            connections=max(1, broadcast_rounds(n)),
+            connections=max(1, (n - 1).bit_length()),
             sent=sent[self.rank],
         )
         return Awaited(self, "broadcast", operation, finish)
@@ -224,7 +225,7 @@ class SimulatedComm(Comm):
             x.detach().clone(memory_format=torch.contiguous_format),
             start,
             traffic=lambda _: dict.fromkeys(pair, (nbytes, nbytes)),
-            rounds=1,
+            rounds=all_to_all_rounds(direct=False),
             connections=1,
             sent=nbytes,
             peer=peer,

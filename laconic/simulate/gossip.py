@@ -6,11 +6,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from laconic.comm.finite import check_gossip
 from laconic.comm.gossip import Dialogue, Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Board, Demand, Need
@@ -204,7 +205,9 @@ class Exchange:
                 return
             try:
                 with torch.no_grad():
-                    self._sent[side.rank] = advance()
+                    message = advance()
+                check_gossip(message, side.rank, side.meter.step)
+                self._sent[side.rank] = message
             except StopIteration:
                 self._sent[side.rank] = None
             except BaseException as error:  # noqa: BLE001  raised again by the worker

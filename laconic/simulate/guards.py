@@ -42,7 +42,7 @@ def no_real_time() -> Iterator[None]:
         setattr(owner, name, guarded)
 
     replace(time, "sleep", lambda seconds: f"time.sleep({seconds}) waits in real time, {_INSTEAD}")
-    replace(threading.Condition, "wait", _wait_with_timeout)
+    replace(threading.Condition, "wait", _why_not_wait)
     if dist.is_available():
         for name in ("init_process_group", "_get_default_group"):
             replace(distributed_c10d, name, lambda *args, **kwargs: _NO_DISTRIBUTED)
@@ -64,5 +64,12 @@ _NO_DISTRIBUTED = (
 )
 
 
-def _wait_with_timeout(condition: object, timeout: float | None = None) -> str | None:
-    return None if timeout is None else f"a wait with a time-out of {timeout:g} s is in real time, {_INSTEAD}"
+def _why_not_wait(condition: object, timeout: float | None = None) -> str | None:
+    if timeout is not None:
+        return f"a wait with a time-out of {timeout:g} s is in real time, {_INSTEAD}"
+    if threading.active_count() == 1:  # all simulated workers share this thread, so none of them can end the wait
+        return (
+            "a wait for another thread would never end, since there is none: simulated workers wait for each other "
+            "only in the verbs of worker.comm"
+        )
+    return None

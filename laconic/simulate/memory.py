@@ -49,8 +49,8 @@ class MemoryWatch:
 
 
 def _used_nbytes() -> int | None:
-    """Returns the resident memory of this process, or None if the system does not say."""
-    return _kibibytes(Path("/proc/self/status"), "VmRSS:")
+    """Returns the memory of this process without mapped files, such as data, or None if the system does not say."""
+    return _kibibytes(Path("/proc/self/status"), "RssAnon:")
 
 
 def _available_nbytes() -> int | None:

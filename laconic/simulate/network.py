@@ -1,8 +1,9 @@
 """Simulated hosts on one switch: how long messages take.
 
-A host's link carries its messages in each direction at its rate, shared evenly among the messages that are under way.
-Beyond that, each round of messages takes half of the delay of both links that it crosses. A connection that loses
-packets, or whose window is short, is also limited by its round-trip time. The switch itself is as fast as it must be.
+A host's link carries its messages in each direction at 90 % of its rate, shared evenly among the messages that are
+under way. Beyond that, each round of messages takes half of the delay of both links that it crosses. A connection that
+loses packets, or whose window is short, is also limited by its round-trip time. The switch itself is as fast as it must
+be.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 SEGMENT_NBYTES = 1448  # the TCP payload of a full frame
 # Throughput of one TCP connection with random loss p: MSS / RTT · √(3/2) / √p (Mathis, Semke, Mahdavi, Ott, 1997).
 LOSS_CONSTANT = math.sqrt(1.5)
+# The share of a link's rate that the messages of collectives reach. A rate is the goodput of one long transfer; here
+# acknowledgements share the link with messages in the other direction, and links are idle for moments between messages.
+# Calibrated on emulated links in one setting, and tested on others: benchmarks/simulate/results.md.
+EFFICIENCY = 0.9
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,8 @@ class Network:
     _down: list[Port] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._up = [Port(self.engine, host.up_rate) for host in self.hosts]
-        self._down = [Port(self.engine, host.down_rate) for host in self.hosts]
+        self._up = [Port(self.engine, EFFICIENCY * host.up_rate) for host in self.hosts]
+        self._down = [Port(self.engine, EFFICIENCY * host.down_rate) for host in self.hosts]
         self._random = random.Random(f"network {self.seed}")
 
     def carry(

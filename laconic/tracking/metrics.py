@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from laconic.tracking.tracking import Tracking
 
 CHANNELS = ("foreground", "background", "control")
+INSIDE = "node"  # the channel inside a node
 # Every key of `worker.metrics()`, besides `exchanges_with_RANK` for each rank and `method_NAME` for what only one
 # method has. Those of COUNTED are counted since the last call, and so are exchanges with each rank.
 COUNTED = (
@@ -21,7 +22,7 @@ COUNTED = (
     "waited_seconds",
     "overhead_seconds",
     "bytes",
-    *(f"bytes_{channel}" for channel in CHANNELS),
+    *(f"bytes_{channel}" for channel in (*CHANNELS, INSIDE)),
     "exchanges",
 )
 KEYS = (

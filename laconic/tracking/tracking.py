@@ -1,4 +1,4 @@
-"""What a worker measures about itself, and who is told: writers, and the live view."""
+"""What a worker measures about itself, and who gets it: writers, and the live view."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from laconic.comm import Meter
 from laconic.ranges import span
-from laconic.tracking.metrics import CHANNELS, Readings, Tracked, over_ranks
+from laconic.tracking.metrics import CHANNELS, INSIDE, Readings, Tracked, over_ranks
 
 if TYPE_CHECKING:
     from laconic.tracking.dashboard import Dashboard
@@ -88,8 +88,8 @@ class Tracking:
             "timed_seconds": self._timed_seconds,
             "waited_seconds": self.meter.waited_until(now),
             "overhead_seconds": self.overhead_seconds,
-            "bytes": float(sum(nbytes.values())),
-            **{f"bytes_{channel}": float(nbytes.get(channel, 0)) for channel in CHANNELS},
+            "bytes": float(sum(nbytes.values()) - nbytes.get(INSIDE, 0)),
+            **{f"bytes_{channel}": float(nbytes.get(channel, 0)) for channel in (*CHANNELS, INSIDE)},
         }
 
     def read(self) -> dict[str, float]:

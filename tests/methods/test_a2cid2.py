@@ -143,17 +143,21 @@ def test_the_rate_is_met() -> None:
             assert max(due) - rate * 8 <= made[i] <= max(due) + 8
 
 
-def test_every_edge_is_used_on_a_slow_link() -> None:
+def test_every_edge_is_used_on_a_slow_link(tmp_path: Path) -> None:
     """Both ends of a long exchange become free at the same moment, and must not take each other again."""
 
     def run() -> dict[str, float]:
         model = nn.Linear(200_000, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        deadline = time.monotonic() + 60
         with laconic.Worker(model, optimizer, laconic.A2CiD2("ring"), timeout=60) as worker:
-            for _ in range(150):
+            while len(list(tmp_path.iterdir())) < 4:  # a rank that ends early would no longer answer the others
+                assert time.monotonic() < deadline, f"rank {worker.rank}: {worker.method.metrics()}"
                 time.sleep(0.008)
                 model.weight.grad = torch.ones_like(model.weight)
                 optimizer.step()
+                if worker.method.metrics()["exchanges"] >= 12:
+                    (tmp_path / str(worker.rank)).touch()
             return worker.method.metrics()
 
     try:
@@ -162,7 +166,6 @@ def test_every_edge_is_used_on_a_slow_link() -> None:
     except EmulationError as error:
         pytest.skip(str(error))
     for result in results:
-        assert result["exchanges"] >= 8
         assert result["smallest_edge_share"] >= 0.5
 
 

@@ -25,7 +25,7 @@ def test_agrees_with_the_oracle_through_a_drop_of_the_learning_rate(optimizer: s
     workers, steps = 4, 200
     lr = OPTIMIZERS[optimizer](build_model()).param_groups[0]["lr"]
     lr_at = {101: lr / 10}
-    method = laconic.ADPSGD(initial_period=3, warmup=5, calibration=40, max_period=12)
+    method = laconic.ADPSGD(initial_period=3, warmup=5, calibration=40, min_period=2, max_period=12)
 
     def run() -> tuple[list[Tensor], list[int], list[int], list[float]]:
         model = build_model(seed=rank())
@@ -56,7 +56,7 @@ def test_agrees_with_the_oracle_through_a_drop_of_the_learning_rate(optimizer: s
 
     expected = adpsgd(
         OPTIMIZERS[optimizer], workers, steps, lr_at,
-        initial_period=3, warmup=5, calibration=40, low=0.7, high=1.3, max_period=12,
+        initial_period=3, warmup=5, calibration=40, low=0.7, high=1.3, min_period=2, max_period=12,
     )  # fmt: skip
     results = laconic.spawn(run, workers)
     assert max(expected.period) > 6, "the drop of the learning rate must increase the period, or this test shows little"
@@ -160,7 +160,7 @@ def scripted(method: laconic.ADPSGD, script: list[tuple[float, float]]) -> list[
 
 
 def test_a_scripted_variance_gives_an_exact_path() -> None:
-    method = laconic.ADPSGD(initial_period=4, calibration=3, max_period=6)
+    method = laconic.ADPSGD(initial_period=4, calibration=3, min_period=1, max_period=6)
     calibrating = [(0.1, 0.1), (0.4, 0.2), (0.3, 0.1)]  # S/γ = 1, 2, 3
     assert scripted(method, calibrating) == [4, 4, 4]
     assert pytest.approx(2.0) == method.C
@@ -171,42 +171,71 @@ def test_a_scripted_variance_gives_an_exact_path() -> None:
     ]  # fmt: skip
     method.calibration = 0  # steps are counted from 1 again
     assert scripted(method, script) == [4, 4, 4, 5, 6, 6, 6, 5, 4, 3, 2, 1, 1]
+    method.min_period, method.period = None, 4
+    assert scripted(method, script) == [4, 4, 4, 5, 6, 6, 6, 5, 4, 4, 4, 4, 4], "down as far as initial_period"
 
 
 @pytest.mark.parametrize("blank", [(0.0, 0.1), (0.2, 0.0), (0.0, 0.0)])
 def test_where_there_is_nothing_to_compare_the_period_stays(blank: tuple[float, float]) -> None:
-    method = laconic.ADPSGD(calibration=1)
+    method = laconic.ADPSGD(initial_period=4, calibration=1)
     assert scripted(method, [(0.2, 0.1), blank, blank]) == [4, 4, 4]
     assert pytest.approx(2.0) == method.C
 
 
 def test_a_calibration_without_variance_or_learning_rate() -> None:
-    no_variance = laconic.ADPSGD(calibration=2)
+    no_variance = laconic.ADPSGD(initial_period=4, calibration=2)
     assert scripted(no_variance, [(0.0, 0.1)] * 3 + [(5.0, 0.1)] * 3) == [4] * 6, "C = 0: nothing to compare with"
-    no_rate = laconic.ADPSGD(calibration=2)
+    no_rate = laconic.ADPSGD(initial_period=4, calibration=2)
     assert scripted(no_rate, [(0.0, 0.0)] * 4 + [(0.2, 0.1), (0.1, 0.1), (0.1, 0.1)]) == [4] * 5 + [5, 6]
     assert pytest.approx(2.0) == no_rate.C, "the first round with a learning rate above 0 ends the calibration"
 
 
 @given(
     script=st.lists(st.tuples(st.floats(0, 1e30), st.floats(0, 1e3)), max_size=60),
+    least=st.none() | st.just(1),
     initial=st.integers(1, 9),
     maximum=st.integers(9, 12),
 )
 def test_the_period_stays_in_its_bounds_and_moves_by_one(
-    script: list[tuple[float, float]], initial: int, maximum: int
+    script: list[tuple[float, float]], least: int | None, initial: int, maximum: int
 ) -> None:
-    method = laconic.ADPSGD(initial_period=initial, max_period=maximum, calibration=5)
+    method = laconic.ADPSGD(initial_period=initial, min_period=least, max_period=maximum, calibration=5)
     periods = [initial, *scripted(method, script)]
-    assert all(1 <= period <= maximum for period in periods)
+    assert all((least or initial) <= period <= maximum for period in periods)
     assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(periods))
     assert periods[:6] == [initial] * len(periods[:6])
 
 
 def test_calibration_by_default() -> None:
-    assert laconic.ADPSGD().calibration_end == 200
+    assert laconic.ADPSGD().calibration_end == 80, "10 rounds"
+    assert laconic.ADPSGD(initial_period=3, warmup=5).calibration_end == 35
     assert laconic.ADPSGD(total_steps=1000, warmup=50).calibration_end == 300
     assert laconic.ADPSGD(total_steps=1000, warmup=50, calibration=10).calibration_end == 60
+
+
+def test_with_defaults_there_are_never_more_rounds_than_with_local_sgd_8() -> None:
+    """In runs of every length, also where workers drift apart faster after the calibration."""
+
+    def run(lr_at: dict[int, float]) -> list[int]:
+        model = build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        rounds = []
+        with laconic.Worker(model, optimizer, laconic.ADPSGD()) as worker:
+            assert isinstance(worker.method, laconic.ADPSGD)
+            for step in range(1, 201):
+                optimizer.param_groups[0]["lr"] = lr_at.get(step, optimizer.param_groups[0]["lr"])
+                train_step(model, optimizer, worker.rank, step - 1)
+                rounds.append(worker.method.rounds)
+        return rounds
+
+    def both() -> list[list[int]]:
+        return [run({81: 0.1}), run({81: 1e-4})]
+
+    growing, falling = laconic.spawn(both, 2)[0]
+    local_sgd = [step // 8 for step in range(1, 201)]
+    assert growing == local_sgd, "S / γ grows with γ: the period would fall below 8"
+    assert all(mine <= other for mine, other in zip(falling, local_sgd, strict=True))
+    assert falling[-1] < local_sgd[-1], "the period follows the variance"
 
 
 def go_on(directory: Path, load: bool, steps: int, save_at: tuple[int, ...]) -> list[tuple[Tensor, int, float | None]]:
@@ -304,6 +333,8 @@ def test_nan_on_one_rank_raises_on_all_and_names_it() -> None:
     [
         ({"initial_period": 0}, "initial_period must be a whole number, at least 1, not 0"),
         ({"initial_period": 65}, "initial_period must be at most max_period=64, not 65"),
+        ({"min_period": 0}, "min_period must be a whole number, at least 1, not 0"),
+        ({"min_period": 9}, "min_period must be at most initial_period=8, not 9"),
         ({"warmup": -1}, "warmup must be a whole number, at least 0, not -1"),
         ({"total_steps": 1.5}, "total_steps must be a whole number, at least 1, not 1.5"),
         ({"calibration": 0}, "calibration must be a whole number, at least 1, not 0"),

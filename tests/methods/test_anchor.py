@@ -7,6 +7,10 @@ from laconic.methods.averaging.anchor import LARGE, make_anchor, move_anchor, sq
 from laconic.methods.averaging.anchor_numba import FLUSH, LANES, STREAMS
 
 
+def distance(x: torch.Tensor, anchor: torch.Tensor) -> float:
+    return float(squared_distance(x, anchor))
+
+
 def vectors(d: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(d, generator=generator, dtype=torch.float64)
@@ -18,12 +22,12 @@ def vectors(d: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[
 def test_distances_are_those_of_the_definition(d: int, dtype: torch.dtype) -> None:
     start, x = vectors(d, dtype=dtype)
     anchor, offset = make_anchor(start)
-    assert offset == pytest.approx((start.double() - anchor.double()).square().sum().item(), rel=1e-12)
+    assert float(offset) == pytest.approx((start.double() - anchor.double()).square().sum().item(), rel=1e-12)
     assert offset <= 2e-5 * start.double().square().sum().item()
     expected = (x.double() - anchor.double()).square().sum().item()
-    assert squared_distance(x, anchor) == pytest.approx(expected, rel=1e-12)
+    assert distance(x, anchor) == pytest.approx(expected, rel=1e-12)
     after = move_anchor(x, anchor)
-    assert after == pytest.approx((x.double() - anchor.double()).square().sum().item(), rel=1e-12)
+    assert float(after) == pytest.approx((x.double() - anchor.double()).square().sum().item(), rel=1e-12)
     assert after <= 2e-5 * x.double().square().sum().item()
 
 
@@ -31,10 +35,10 @@ def test_distances_are_those_of_the_definition(d: int, dtype: torch.dtype) -> No
 def test_the_kernels_agree_with_torch(d: int) -> None:
     start, x = vectors(d)
     anchor, offset = make_anchor(start)
-    assert offset == pytest.approx(squared_distance_torch(start, anchor), rel=1e-6)
-    assert squared_distance(x, anchor) == pytest.approx(squared_distance_torch(x, anchor), rel=1e-6)
+    assert float(offset) == pytest.approx(float(squared_distance_torch(start, anchor)), rel=1e-6)
+    assert distance(x, anchor) == pytest.approx(float(squared_distance_torch(x, anchor)), rel=1e-6)
     after = move_anchor(x, anchor)
-    assert after == pytest.approx(squared_distance_torch(x, anchor), rel=1e-6)
+    assert float(after) == pytest.approx(float(squared_distance_torch(x, anchor)), rel=1e-6)
     assert ((x - anchor.float()).abs() <= x.abs() / 128).all()
 
 
@@ -53,7 +57,7 @@ def test_the_kernels_add_in_the_order_they_promise() -> None:
         for row_ in batch:
             lanes += row_
         total += sum(lanes.tolist())
-    assert squared_distance(x, anchor) == total
+    assert distance(x, anchor) == total
 
 
 @pytest.mark.parametrize("d", [10, LARGE])
@@ -62,7 +66,7 @@ def test_a_nan_or_infinity_reaches_the_distance(d: int, bad: float) -> None:
     start, x = vectors(d)
     anchor, _ = make_anchor(start)
     x[d // 2] = bad
-    assert not torch.tensor(squared_distance(x, anchor)).isfinite()
+    assert not torch.tensor(distance(x, anchor)).isfinite()
 
 
 @given(scale=st.sampled_from([1e-5, 1e-4, 1e-2]), shift=st.sampled_from([0.0, 1.0, 10.0]), seed=st.integers(0, 2**30))
@@ -79,7 +83,7 @@ def test_the_variance_from_distances_keeps_its_digits(scale: float, shift: float
     anchor, offset = make_anchor(start)
     workers = [start + scale * (shift + torch.randn(d, generator=generator)) for _ in range(4)]
     mean = torch.stack(workers).double().mean(0)
-    travelled = torch.tensor([squared_distance(x, anchor) - offset for x in workers])
-    S = travelled.mean().item() - (squared_distance(mean.float(), anchor) - offset)
+    travelled = torch.tensor([distance(x, anchor) - float(offset) for x in workers])
+    S = travelled.mean().item() - (distance(mean.float(), anchor) - float(offset))
     expected = torch.stack([(x.double() - mean).square().sum() for x in workers]).mean().item()
     assert pytest.approx(expected, rel=0.5 if scale == 1e-5 else 2e-3) == S

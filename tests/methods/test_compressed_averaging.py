@@ -133,7 +133,7 @@ def test_nan_on_one_rank_raises_on_all_and_names_it() -> None:
         model = build_model()
         optimizer = sgd(model)
         try:
-            with laconic.Worker(model, optimizer, laconic.ADPSGD(compressor=Uniform(4))) as worker:
+            with laconic.Worker(model, optimizer, laconic.ADPSGD(4, compressor=Uniform(4))) as worker:
                 for step in range(4):
                     if worker.rank == 1:
                         worker.x[3] = float("nan")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.comm import coded_mean
+from laconic.comm import coder
 from laconic.compress import (
     Compressor,
     Half,
@@ -26,6 +26,7 @@ from laconic.compress import (
 )
 from tests.helpers import adam, train_step
 from tests.oracles.efficient_adam import efficient_adam as oracle
+from tests.oracles.efficient_adam import efficient_adam_ahead
 
 BLOCK = 64
 LOG = Log(3, block=BLOCK)
@@ -102,6 +103,32 @@ def test_both_arrangements_are_the_oracle_for_200_steps(size: int) -> None:
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_with_a_delay_it_is_the_oracle_and_all_end_equal(delay: int) -> None:
+    size, steps = 3, 60
+
+    def run() -> list[tuple[list[Tensor], Tensor]]:
+        results = []
+        for method in arrangements(replace(QUANTIZED, delay=delay), size)[:2]:
+            with working(method) as worker:
+                path = train(worker, steps)
+                assert worker.meter.total.calls("background", "all_to_all")
+            results.append((path, worker.x.clone()))
+        return results
+
+    ranks = laconic.spawn(run, size)
+    expected, end = efficient_adam_ahead(
+        build_model, adam, list(range(size)), steps, round_trip(LOG), round_trip(LOG), delay
+    )
+    for rank, results in enumerate(ranks):
+        for path, x in results:
+            assert torch.equal(x, ranks[0][0][1]), "the same bits on all ranks, after everything in flight"
+            torch.testing.assert_close(x, end, rtol=1e-5, atol=1e-6)
+            for mine, xs in zip(path, expected, strict=True):
+                torch.testing.assert_close(mine, xs[rank], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(ranks[0][0][0][-1], ranks[1][0][0][-1]), "each is ahead by its local steps"
+
+
 def test_neither_the_server_s_rank_nor_the_chunks_change_the_result() -> None:
     methods = [*arrangements(QUANTIZED, 3), *(replace(QUANTIZED, chunk=chunk) for chunk in (64, 100, 10**6))]
     ranks = laconic.spawn(run_all, 3, methods, 10)
@@ -151,6 +178,7 @@ def conservation(method: laconic.EfficientAdam, steps: int) -> tuple[Tensor, Ten
         train(worker, steps)
         total = start + optimizer.total
         method = worker.method  # type: ignore[assignment]
+        method.drain(worker)
         e, e_server = torch.zeros(d()), torch.zeros(d())
         in_order = torch.cat([torch.arange(d())[segment] for segment in method._segments])
         e[in_order] = method.e
@@ -175,6 +203,7 @@ def test_nothing_is_lost_and_all_are_equal_with_every_compressor(size: int) -> N
         for compressor in COMPRESSORS
         for method in arrangements(replace(QUANTIZED, up=compressor, down=compressor, exact_below=61), size)[:2]
     ]
+    methods += arrangements(replace(QUANTIZED, exact_below=61, delay=2), size)[:2]
     ranks = laconic.spawn(lambda: [conservation(method, 25) for method in methods], size)
     for i, method in enumerate(methods):
         results = [rank[i] for rank in ranks]
@@ -195,7 +224,7 @@ def test_feedback_that_counts_the_residual_twice_is_caught(at: str) -> None:
         return code
 
     def run() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        pytest.MonkeyPatch().setattr(coded_mean, "encode_with_feedback", mutant)
+        pytest.MonkeyPatch().setattr(coder, "encode_with_feedback", mutant)
         return conservation(replace(QUANTIZED, down=Log(4, block=BLOCK)), 5)
 
     assert lost(laconic.spawn(run, 2)) > 1e-4
@@ -239,6 +268,8 @@ def test_resume_goes_on_bit_for_bit(size: int, tmp_path: Path) -> None:
     methods = [
         *arrangements(replace(QUANTIZED, exact_below=61), size),
         replace(QUANTIZED, server=1, dedicated=True, moments="averaged", moments_every=4),
+        replace(QUANTIZED, exact_below=61, delay=1),
+        replace(QUANTIZED, server=0, delay=3),
     ]
 
     def first(folder: Path) -> list[Tensor]:
@@ -323,10 +354,11 @@ def test_averaged_moments_are_the_mean_of_the_workers(dedicated: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+def test_other_dtypes(dtype: torch.dtype, delay: int) -> None:
     def run() -> Tensor:
         model = build_model().to(dtype)
-        with laconic.Worker(model, adam(model), replace(QUANTIZED, exact_below=61)) as worker:
+        with laconic.Worker(model, adam(model), replace(QUANTIZED, exact_below=61, delay=delay)) as worker:
             start = worker.x.clone()
             for _ in range(5):
                 x = torch.randn(8, 6, dtype=dtype, generator=torch.Generator().manual_seed(worker.rank))
@@ -334,7 +366,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
                 worker.optimizer.step()
                 worker.optimizer.zero_grad()
             assert not torch.equal(worker.x, start)
-            return worker.x.clone()
+        return worker.x.clone()
 
     first, second = laconic.spawn(run, 2)
     assert first.dtype == dtype
@@ -348,15 +380,17 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         replace(QUANTIZED, server=0),
         replace(QUANTIZED, server=0, dedicated=True),
         laconic.EfficientAdam(up=Identity(), down=Half()),
+        replace(QUANTIZED, delay=1),
+        replace(QUANTIZED, server=0, dedicated=True, delay=2),
     ],
 )
 def test_a_gradient_that_is_not_finite_raises_on_all_ranks_and_names_the_rank(method: laconic.EfficientAdam) -> None:
     def run() -> str:
         try:
             with working(method) as worker:
-                if not method.trains(worker.rank):
-                    worker.serve()
                 train(worker, 2)
+                if not method.trains(worker.rank):
+                    return "the others end the block"  # with a delay, it is there that the error is raised
                 for p in worker.model.parameters():
                     p.grad = torch.ones_like(p)
                 if worker.rank == 2:
@@ -399,6 +433,7 @@ def test_a_dedicated_server_that_does_not_serve_raises(mistake: str) -> None:
         ({"moments": "mean"}, "moments must be one of local, averaged, not 'mean'"),
         ({"moments_every": 0}, "moments_every .* 0"),
         ({"chunk": 0}, "chunk .* 0"),
+        ({"delay": -1}, "delay must be a whole number, at least 0, not -1"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:

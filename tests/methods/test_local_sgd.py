@@ -8,11 +8,12 @@ from tests.oracles.local_sgd import local_sgd
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("moments", ["local", "averaged"])
-def test_agrees_with_the_oracle(optimizer: str, moments: Moments) -> None:
+@pytest.mark.parametrize(("moments", "moments_every"), [("local", 1), ("averaged", 1), ("averaged", 3)])
+def test_agrees_with_the_oracle(optimizer: str, moments: Moments, moments_every: int) -> None:
     workers, steps, period = 3, 31, 4
-    paths = laconic.spawn(train, workers, laconic.LocalSGD(period, moments=moments), OPTIMIZERS[optimizer], steps)
-    expected = local_sgd(OPTIMIZERS[optimizer], workers, steps, period, moments)
+    method = laconic.LocalSGD(period, moments=moments, moments_every=moments_every)
+    paths = laconic.spawn(train, workers, method, OPTIMIZERS[optimizer], steps)
+    expected = local_sgd(OPTIMIZERS[optimizer], workers, steps, period, moments, moments_every)
     for step in range(steps):
         for worker in range(workers):
             torch.testing.assert_close(paths[worker][step], expected[step][worker], rtol=1e-4, atol=1e-5)
@@ -23,11 +24,11 @@ def test_agrees_with_the_oracle(optimizer: str, moments: Moments) -> None:
 
 
 def test_payload_is_the_formula() -> None:
-    def run(moments: Moments) -> int:
+    def run(moments: Moments, moments_every: int = 1) -> int:
         torch.manual_seed(0)
         model = torch.nn.Linear(100, 10)
         optimizer = torch.optim.Adam(model.parameters())
-        with laconic.Worker(model, optimizer, laconic.LocalSGD(2, moments=moments)) as worker:
+        with laconic.Worker(model, optimizer, laconic.LocalSGD(2, moments, moments_every=moments_every)) as worker:
             for _ in range(5):
                 model(torch.randn(4, 100)).square().sum().backward()
                 optimizer.step()
@@ -37,6 +38,7 @@ def test_payload_is_the_formula() -> None:
     rounds, d, n = 2, 1010, 2
     assert laconic.spawn(run, n, "local") == [rounds * round(2 * (n - 1) / n * 4 * (d + 1))] * n
     assert laconic.spawn(run, n, "averaged") == [rounds * round(2 * (n - 1) / n * 4 * (3 * d + 1))] * n
+    assert laconic.spawn(run, n, "averaged", 2) == [round(2 * (n - 1) / n * 4 * (2 * (d + 1) + 2 * d))] * n
 
 
 def test_averaged_moments_where_a_rank_has_none() -> None:
@@ -62,3 +64,9 @@ def test_bad_period(period: object) -> None:
 def test_bad_moments() -> None:
     with pytest.raises(ValueError, match="moments must be one of local, averaged, not 'global'"):
         laconic.LocalSGD(4, "global")  # type: ignore[arg-type]
+
+
+def test_bad_moments_every() -> None:
+    for method in (laconic.LocalSGD, laconic.ADPSGD):
+        with pytest.raises(ValueError, match="moments_every must be a whole number, at least 1, not 0"):
+            method(moments="averaged", moments_every=0)

@@ -29,6 +29,7 @@ def adpsgd(
     calibration: int,
     low: float,
     high: float,
+    min_period: int,
     max_period: int,
 ) -> History:
     """Trains all workers. `lr_at` maps a step to the learning rate from that step on."""
@@ -55,7 +56,7 @@ def adpsgd(
                 if variance < low * target:
                     period = min(max_period, period + 1)
                 elif variance > high * target:
-                    period = max(1, period - 1)
+                    period = max(min_period, period - 1)
             history.rounds.append(step)
             history.variance.append(variance)
         history.x.append([flat(model) for model in models])

@@ -29,6 +29,8 @@ class Settings:
     delay: int = 1
     hops: int = 1
     corrected: bool = False
+    # By step: the period, the delay and whether there is a foreground, from the end of that step on (with one hop).
+    changes: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,6 +76,7 @@ def divisible(
     blocks = foreground_blocks(d, ratio)
     flights: list[Flight] = []
     next_entry = 0
+    has_foreground = True
     path = Path()
     moved = torch.zeros_like(x_hat)
 
@@ -125,7 +128,7 @@ def divisible(
             moved += (flat(model) - before) / n
 
         block = blocks[step % len(blocks)]
-        skipped = any(overlap(block, flight.entries) for flight in flights)
+        skipped = not has_foreground or any(overlap(block, flight.entries) for flight in flights)
         own = unsent(block)
         for flight in [flight for flight in flights if flight.due == step]:
             if settings.hops == 2 and not flight.averages:
@@ -154,6 +157,12 @@ def divisible(
             flights.append(Flight(piece, step + delay, moves, gradients))
             next_entry = piece.stop % d
         path.background.append(len(piece) if sends else 0)
+        if step in settings.changes:
+            old, (period, delay, has_foreground) = (period, delay), settings.changes[step]
+            if (period, delay) != old:  # everything in flight is applied, and a new sweep begins
+                next_entry = 0
+                while flights:
+                    land(flights.pop(0))
 
         path.x.append([flat(model) for model in models])
         path.x_hat.append(x_hat.clone())

@@ -8,7 +8,9 @@ from torch import Tensor
 from tests.helpers import Optimize, build_model, flat, train_step
 
 
-def local_sgd(optimize: Optimize, workers: int, steps: int, period: int, moments: str) -> list[list[Tensor]]:
+def local_sgd(
+    optimize: Optimize, workers: int, steps: int, period: int, moments: str, moments_every: int = 1
+) -> list[list[Tensor]]:
     """Returns, for each step, x of each worker."""
     models = [build_model() for _ in range(workers)]
     optimizers = [optimize(model) for model in models]
@@ -19,7 +21,7 @@ def local_sgd(optimize: Optimize, workers: int, steps: int, period: int, moments
         if (step + 1) % period == 0:
             for copies in zip(*(model.parameters() for model in models), strict=True):
                 average([copy.data for copy in copies])
-                if moments == "averaged":
+                if moments == "averaged" and (step + 1) % (period * moments_every) == 0:
                     states = [optimizer.state[copy] for optimizer, copy in zip(optimizers, copies, strict=True)]
                     for name, value in states[0].items():
                         if isinstance(value, Tensor) and value.shape == copies[0].shape:

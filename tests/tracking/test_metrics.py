@@ -25,7 +25,8 @@ METHODS: dict[str, laconic.Method] = {
 OWN = {
     "local_sgd": ["rounds", "variance", "mean_variance"],
     "adpsgd": ["rounds", "variance", "mean_variance"],
-    "divisible": ["backlog", "waiting"],
+    "diloco": ["rounds", "backlog", "pseudo_gradient"],
+    "divisible": ["delay", "foreground", "backlog", "waiting"],
     "a2cid2": ["exchanges_per_step", "smallest_edge_share"],
 }
 Parts = list[dict[str, float]]
@@ -107,7 +108,7 @@ def test_values_that_methods_have(results) -> None:
     known = {name: (part["period"], part["bits"]) for name, part in values.items()}
     assert known["allreduce"] == (1.0, 32.0)
     assert known["local_sgd"] == (8.0, 32.0)
-    assert known["adpsgd"] == (4.0, 32.0)
+    assert known["adpsgd"] == (8.0, 32.0)
     assert known["qsgd"] == (1.0, 8.0)
     assert known["efficient_adam"][0] == 1.0
     assert known["efficient_adam"][1] == 3.0

@@ -25,15 +25,6 @@ CONTRAST = """(selector => {
 })"""
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Chromium]:
-    executable = chromium.find()
-    if executable is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
-    with chromium.Chromium(executable, tmp_path_factory.mktemp("profile")) as running:
-        yield running
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
     overview = Overview("Divisible", 4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from laconic.method import Method, Replica, state
 from laconic.methods.averaging.anchor import LARGE, make_anchor, move_anchor, squared_distance
 
 Moments = Literal["local", "averaged"]
+Note = Callable[[float, float], None]
 # S is a difference of two squared distances; below this fraction of them it is rounding error and counts as 0.
 ROUNDING = 8 * torch.finfo(torch.float32).eps
 # The anchor moves once ‖x̄ − anchor‖² has grown by more than this multiple of S: rare, and keeps three digits of S.
@@ -43,6 +45,7 @@ class Averaging(Method):
     anchor: Tensor = state(merge="same")
     offset: float = state(0.0, form=Real(0), merge="same")  # ‖x − anchor‖² when the anchor was made or moved
     residual: Tensor | None = state(merge="mean")  # quantization error of this worker's messages
+    _moved_offset: Tensor | None = field(init=False, repr=False, compare=False, default=None)  # until the host reads it
     # Quantization error of the averages that this rank sends as an owner.
     owner_residual: Tensor | None = state(merge="method")
 
@@ -56,7 +59,8 @@ class Averaging(Method):
         # x travels in fp32 at least: see `mean_with_scalar`.
         self._bits = max(32.0, 8.0 * worker.x.element_size()) if compressor is None else bits_per_entry(compressor)
         if compressor is None:
-            self.anchor, self.offset = make_anchor(worker.x)
+            self.anchor, offset = make_anchor(worker.x)
+            self._set_offset([float(offset)])
             return
         self.anchor = worker.x.to(torch.promote_types(worker.x.dtype, torch.float32), copy=True)
         parts = split(0, self.anchor.numel(), owners=range(worker.comm.size))
@@ -71,44 +75,81 @@ class Averaging(Method):
             name="parameter change",
         )
 
-    def average(self, worker: Replica, moments: Moments, compressor: Compressor | None) -> float:
-        """Runs a round. Afterwards x is bit-identical on all ranks, and so is S, which it returns."""
+    def average(
+        self,
+        worker: Replica,
+        moments: Moments,
+        compressor: Compressor | None,
+        moments_every: int = 1,
+        then: Callable[[float], None] = lambda S: None,
+    ) -> None:
+        """Runs a round. Afterwards x is bit-identical on all ranks, and so is S.
+
+        Args:
+            worker: this replica.
+            moments: whether the optimizer's state is averaged too.
+            compressor: of what is sent.
+            moments_every: rounds from one average of the optimizer's state to the next.
+            then: called with S as soon as the host knows it: at once, or on a device when the next step begins.
+        """
         steps, self.steps_since_round = self.steps_since_round, 0
         self.rounds += 1
         if worker.comm.size == 1:
             worker.comm.mean(worker.x, out=worker.x)  # changes nothing, and raises if x is not finite
             self.variance = 0.0
-            return 0.0
-        S, distance = self._average_exactly(worker) if compressor is None else self._average_quantized(worker)
-        self.variance = S if ROUNDING * distance < S else 0.0
-        self.mean_variance += (self.variance - self.mean_variance) * steps / worker.step
-        if moments == "averaged":
+            then(0.0)
+            return
+        share = steps / worker.step
+
+        def note(*of_x: float) -> None:
+            S, distance = map(sum, zip(*worker.gather_slices(of_x), strict=True))  # squares add up over the slices of x
+            self.variance = S if ROUNDING * distance < S else 0.0
+            self.mean_variance += (self.variance - self.mean_variance) * share
+            then(self.variance)
+
+        if compressor is None:
+            self._average_exactly(worker, note)
+        else:
+            self._average_quantized(worker, note)
+        if moments == "averaged" and self.rounds % moments_every == 0:
             for vector in worker.moments().values():
                 worker.mean(vector, out=vector)
-        return self.variance
 
-    def _average_exactly(self, worker: Replica) -> tuple[float, float]:
-        """Averages x. Returns S, and the larger of the squared distances that S is the difference of."""
-        local = squared_distance(worker.x, self.anchor) - self.offset
-        mean = mean_with_scalar(worker, local)
-        distance = squared_distance(worker.x, self.anchor)
-        drift = distance - self.offset
-        S = mean - drift
-        if drift > DRIFT * S:
-            self.offset = move_anchor(worker.x, self.anchor)
-        return S, distance
+    def _average_exactly(self, worker: Replica, note: Note) -> None:
+        """Averages x. `note` gets S, and the larger of the squared distances that S is the difference of."""
+        offset = self.offset if self._moved_offset is None else self._moved_offset
+        mean = mean_with_scalar(worker, squared_distance(worker.x, self.anchor) - offset)
+        numbers = torch.stack([mean.double(), squared_distance(worker.x, self.anchor)])
 
-    def _average_quantized(self, worker: Replica) -> tuple[float, float]:
+        def act(values: Sequence[float]) -> None:
+            mean, distance = values
+            drift = distance - self.offset
+            S = mean - drift
+            if drift > DRIFT * S:
+                self._moved_offset = move_anchor(worker.x, self.anchor)
+                worker.comm.late.read(self._moved_offset, self._set_offset)
+            note(S, distance)
+
+        worker.comm.late.read(numbers, act)
+
+    def _set_offset(self, values: Sequence[float]) -> None:
+        (self.offset,), self._moved_offset = values, None
+
+    def _average_quantized(self, worker: Replica, note: Note) -> None:
         """Does the same by quantized differences. S contains the quantization error of their mean."""
         difference = worker.x - self.anchor
-        local = torch.tensor([squared_norm(difference)], dtype=torch.float64, device=difference.device)
-        squares = worker.comm.all_gather_async(local)
+        squares = worker.comm.all_gather_async(squared_norm(difference).reshape(1))
         self._mean.average(difference, step=self.rounds, counted=worker.counted, out=difference)
         self.anchor += difference
         worker.x.copy_(self.anchor)
-        mean = torch.cat(squares.wait())[worker.counted].mean().item()
-        of_mean = squared_norm(difference)
-        return mean - of_mean, of_mean
+        gathered = squares.wait()
+        mean = torch.cat([gathered[rank] for rank in worker.counted]).mean()
+        numbers = torch.stack([mean, squared_norm(difference)])
+        worker.comm.late.read(numbers, lambda values: note(values[0] - values[1], values[1]))
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self._moved_offset = None
 
     def state_forms(self, step: int) -> dict[str, Form]:
         without = {name: Choice((None,)) for name in ("residual", "owner_residual") if getattr(self, name) is None}
@@ -130,7 +171,7 @@ class Averaging(Method):
     def reset(self, worker: Replica) -> None:
         self.steps_since_round = 0
         if self.residual is None or self.owner_residual is None:
-            self.offset = move_anchor(worker.x, self.anchor)
+            self._set_offset([float(move_anchor(worker.x, self.anchor))])
             return
         self.anchor.copy_(worker.x)
         self.residual.zero_()
@@ -138,6 +179,9 @@ class Averaging(Method):
 
     def common(self, worker: Replica) -> Literal["nothing", "x"]:
         return "x" if self.rounds and self.steps_since_round == 0 else "nothing"
+
+    def unsliceable(self) -> None:
+        return None
 
     def sent_until(self, worker: Replica) -> int:
         return worker.step - self.steps_since_round
@@ -152,7 +196,7 @@ class Averaging(Method):
         }
 
 
-def mean_with_scalar(worker: Replica, scalar: float) -> float:
+def mean_with_scalar(worker: Replica, scalar: Tensor) -> Tensor:
     """Replaces x by its mean over workers, and returns the mean of `scalar`, in a single all-reduce.
 
     A model in 16-bit floats travels in fp32: its own dtype would leave two digits of the scalar.
@@ -163,11 +207,13 @@ def mean_with_scalar(worker: Replica, scalar: float) -> float:
     worker.mean(message, out=message)
     if message is not both:
         both.copy_(message)
-    return float(message[-1])
+    return message[-1]
 
 
-def squared_norm(vector: Tensor) -> float:
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+def squared_norm(vector: Tensor) -> Tensor:
+    """Returns ‖vector‖² as a scalar on its device, for which the host does not wait."""
+    norm: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
+    return norm.square()
 
 
 def check_compressor(compressor: object) -> None:

@@ -17,19 +17,19 @@ COARSE = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
 LARGE = 1 << 16
 
 
-def make_anchor(x: Tensor) -> tuple[Tensor, float]:
+def make_anchor(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns an anchor at x, and its squared distance from x.
 
     >>> anchor, distance = make_anchor(torch.tensor([1.0, 1.0 + 2**-12]))
-    >>> anchor, distance == 2**-24
+    >>> anchor, float(distance) == 2**-24
     (tensor([1., 1.], dtype=torch.bfloat16), True)
     """
     anchor = torch.empty_like(x, dtype=COARSE.get(x.dtype, x.dtype))
     return anchor, move_anchor(x, anchor)
 
 
-def squared_distance(x: Tensor, anchor: Tensor) -> float:
-    """Returns ‖x − anchor‖².
+def squared_distance(x: Tensor, anchor: Tensor) -> Tensor:
+    """Returns ‖x − anchor‖² as a scalar on x's device, for which the host does not wait.
 
     Ranks with the same x and anchor get the same number, on different processors too: the kernel fixes the order of
     all additions, and in torch the order only affects the last digits of a double.
@@ -37,22 +37,22 @@ def squared_distance(x: Tensor, anchor: Tensor) -> float:
     if _has_kernel(x, anchor):
         from laconic.methods.averaging import anchor_numba
 
-        return anchor_numba.squared_distance(x, anchor)
+        return torch.tensor(anchor_numba.squared_distance(x, anchor), dtype=torch.float64)
     return squared_distance_torch(x, anchor)
 
 
-def move_anchor(x: Tensor, anchor: Tensor) -> float:
+def move_anchor(x: Tensor, anchor: Tensor) -> Tensor:
     """Moves the anchor to x, in place, and returns the squared distance that rounding leaves."""
     if _has_kernel(x, anchor):
         from laconic.methods.averaging import anchor_numba
 
-        return anchor_numba.move_anchor(x, anchor)
+        return torch.tensor(anchor_numba.move_anchor(x, anchor), dtype=torch.float64)
     anchor.copy_(x)
     return squared_distance_torch(x, anchor)
 
 
-def squared_distance_torch(x: Tensor, anchor: Tensor) -> float:
-    return float((x.double() - anchor.double()).square_().sum())
+def squared_distance_torch(x: Tensor, anchor: Tensor) -> Tensor:
+    return (x.double() - anchor.double()).square_().sum()
 
 
 def _has_kernel(x: Tensor, anchor: Tensor) -> bool:

@@ -1,17 +1,16 @@
-"""Divisible communication: wait for a small message in every step, and send the rest while computing.
+"""Divisible communication: wait for a small message in a step, and send the rest while computing.
 
 After Xu & Bai, "Distributed Adaptive Optimization with Divisible Communication", ECML PKDD 2023. Only the abstract was
 available: docs/methods/divisible.md says what the paper states and what was chosen here.
 
 The files of this folder: this one is the method; `stretch.py` (with `stretch_numba.py`) gives Adam's local steps the
 length they have on the mean gradient; `pieces.py` says which entries travel when, `averages.py` how they are averaged;
-`pace.py` chooses the period; `correction.py` is for non-iid data, `differences.py` warns of it; `saved.py` is for
-checkpoints.
+`pace.py` chooses the period and the delay, from times that `timing.py` measures; `correction.py` is for non-iid data,
+`differences.py` warns of it; `saved.py` is for checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -26,9 +25,11 @@ from laconic.methods.divisible import saved as saved_state
 from laconic.methods.divisible.averages import FOREGROUND, BackgroundAverages, ForegroundAverages
 from laconic.methods.divisible.correction import Correction
 from laconic.methods.divisible.differences import DifferenceWatch
-from laconic.methods.divisible.pace import Pace
-from laconic.methods.divisible.pieces import Flight, foreground_block, next_piece, overlap
+from laconic.methods.divisible.pace import Pace, Times
+from laconic.methods.divisible.pieces import foreground_block, next_piece, overlap
 from laconic.methods.divisible.stretch import LARGE, Stretch, is_adam
+from laconic.methods.divisible.timing import now, time_empty, time_work
+from laconic.methods.flight import Flight
 
 # The quantizers of background="auto": the second one only if the link is measured to be too slow for the first.
 QUANTIZERS = (Uniform(4), Pick(7))
@@ -52,7 +53,7 @@ class Divisible(Method):
     1. With Adam or AdamW, the step is stretched to the length that Adam would give it on the mean gradient of all
        workers (`stretch.py`).
     2. Foreground: e of the next ⌈d/ratio⌉ entries is averaged, and every worker waits for it; not if these entries are
-       in flight, so never at a period of 1.
+       in flight, so never at a period of 1, nor if `period` is "auto" and waiting takes more than 5 % of computing.
     3. Background: averages that were sent `delay` steps ago (twice that with two hops) are applied. Then the next
        1/period of all entries is quantized and sent; nobody waits for it. Averages are applied in a fixed step, never
        "when they arrive", so all workers do the same.
@@ -70,7 +71,8 @@ class Divisible(Method):
         corrected: adds the difference between the mean gradient and the local gradient, as last known, to local
             gradients (SCAFFOLD). For non-iid data; doubles the bytes of the background.
         max_period: the longest period that "auto" may choose. On a link too slow for that, steps wait.
-        delay: steps from sending a background message to applying it.
+        delay: steps from sending a background message to applying it. "auto" starts with 1 and, if `period` is "auto"
+            too, takes the fewest in which a message arrives, as measured.
         hops: 1: quantized messages go from all to all; 2: through owners, with fewer bytes from three workers on.
             None: 1 for up to four workers, else 2.
 
@@ -101,7 +103,7 @@ class Divisible(Method):
     background: Compressor | Literal["auto"] | None = "auto"
     corrected: bool = False
     max_period: int = 128
-    delay: int = 1
+    delay: int | Literal["auto"] = "auto"
     hops: Literal[1, 2] | None = None
 
     x_hat: Tensor = state(merge="same")  # the agreed model (d)
@@ -121,7 +123,8 @@ class Divisible(Method):
         if self.period is None and self.corrected:
             raise ValueError("corrected=True sends gradients in the background, so period must not be None")
         check_count("max_period", self.max_period)
-        check_count("delay", self.delay)
+        if self.delay != "auto":
+            check_count("delay", self.delay)
         check_choice("hops", self.hops, (1, 2, None))
         if self.background is None and self.hops == 2:
             raise ValueError("hops=2 is for quantized messages, and background=None sends fp32: leave hops out")
@@ -164,18 +167,28 @@ class Divisible(Method):
         if self.corrected:
             self._correction = Correction(worker, self._hops)
         residuals = [self.owner_residual, self._correction.owner_residual if self._correction else None]
-        self._background = BackgroundAverages(comm.channel("background"), self._hops, residuals)
+        self._channel = comm.channel("background")
+        self._background = BackgroundAverages(self._channel, self._hops, residuals)
         if self.period == "auto":
-            d = worker.x.numel()
+            # The longest slice of the node: all ranks must come to the same decisions.
+            d = int(max(numel for (numel,) in worker.gather_slices([worker.x.numel()])))
             sizes = [4.0 * d if code is None else float(code.nbytes(d)) for code in self._codes()[0]]
             is_short = self.background is None or self.corrected
-            first = max(FIRST_PERIOD_CORRECTED if is_short else FIRST_PERIOD, self._journey)
-            self._pace = Pace(comm, self._journey, first, self.max_period, sizes, worker.x.device)
+            first = FIRST_PERIOD_CORRECTED if is_short else FIRST_PERIOD
+            self._pace = Pace(
+                comm, self._hops, self._delays, first, self.max_period, sizes, worker.x.device, worker.gather_slices
+            )
 
     @property
-    def _journey(self) -> int:
-        """Steps from sending a piece to applying its average."""
-        return self.delay * self._hops
+    def _delays(self) -> range:
+        """The delays to choose from."""
+        if self.delay != "auto":
+            return range(self.delay, self.delay + 1)
+        return range(1, 1 + (max(1, self.max_period // self._hops) if self.period == "auto" else 1))
+
+    @property
+    def _delay(self) -> int:
+        return self._delays[0] if self._pace is None else self._pace.delay
 
     @property
     def _code(self) -> Compressor | None:
@@ -204,19 +217,19 @@ class Divisible(Method):
         comm = worker.comm
         if comm.size == 1:
             return
-        computed = comm.now()
+        computed = now(comm, self._timed_device(worker))
+        waits = self._time_empty(worker) if self._is_measuring(worker) else None
         piece = next_piece(self.next_entry, worker.x.numel(), self._period)
         if self._stretch is not None:
             self._stretch.after_step(worker, piece, max(self._period, 1))
         # Averages from the background are applied while the foreground message travels.
         foreground = self._start_foreground(worker)
-        working = self._timed(comm, lambda: self._apply_due(worker, worker.step))
+        working = time_work(comm, self._timed_device(worker), lambda: self._apply_due(worker, worker.step))
         self._finish_foreground(worker, foreground)
         if self.period is not None and not any(overlap(piece, flight.piece) for flight in self._flights):
-            working += self._timed(comm, lambda: self._send(worker, piece))
-            # A rank that has run out of data computes nothing: that would be mistaken for fast computing.
-            if self._pace is not None and self._pace.is_measuring(worker.step) and not worker.anyone_done:
-                self._measure(worker, self._pace, computed, working)
+            working += time_work(comm, self._timed_device(worker), lambda: self._send(worker, piece))
+            if waits is not None:
+                self._measure(worker, computed, waits, working)
         self._note_waiting(comm)
 
     def _unsent(self, worker: Replica, part: slice) -> Tensor:
@@ -228,6 +241,8 @@ class Divisible(Method):
         worker.x[part] += average.sub_(own)
 
     def _start_foreground(self, worker: Replica) -> Flight | None:
+        if self._pace is not None and not self._pace.has_foreground:
+            return None
         block = foreground_block(worker.step, worker.x.numel(), self.ratio)
         if any(overlap(block, flight.piece) for flight in self._flights):
             return None  # the background is about to average these entries
@@ -251,7 +266,7 @@ class Divisible(Method):
             mean.send(vector, step=worker.step, counted=worker.counted)
             for mean, vector in zip(means, vectors, strict=True)
         ]
-        self._flights.append(Flight(piece, worker.step + self.delay, means, transfers))
+        self._flights.append(Flight(piece, worker.step + self._delay, means, transfers))
 
     def _apply_due(self, worker: Replica, step: int) -> None:
         flights, self._flights = self._flights, []
@@ -260,7 +275,7 @@ class Divisible(Method):
                 self._flights.append(flight)
             elif flight.hops_left(self._hops):
                 flight.answer()
-                flight.due += self.delay
+                flight.due += self._delay
                 self._flights.append(flight)
             else:
                 (average, own), *gradient = flight.receive()
@@ -294,52 +309,61 @@ class Divisible(Method):
     def common(self, worker: Replica) -> Literal["step"]:
         return "step"
 
+    def unsliceable(self) -> None:
+        return None
+
     def sent_until(self, worker: Replica) -> int:
         """A rank's moves are sent piece by piece, in one sweep."""
-        sweep = self.ratio if self.period is None else max(self._period, self._journey)
+        sweep = self.ratio if self.period is None else max(self._period, self._delay * self._hops)
         return worker.step + 1 - sweep
 
-    @staticmethod
-    def _timed(comm: Comm, work: Callable[[], None]) -> float:
-        """Does the work; returns the seconds it took, without those of waiting for others."""
-        start, waited = comm.now(), comm.meter.current_step.seconds()
-        work()
-        return max(0.0, comm.now() - start - (comm.meter.current_step.seconds() - waited))
+    def _is_measuring(self, worker: Replica) -> bool:
+        # A rank that has run out of data computes nothing: that would be mistaken for fast computing.
+        return self._pace is not None and self._pace.is_measuring(worker.step) and not worker.anyone_done
 
-    def _measure(self, worker: Replica, pace: Pace, computed: float, working: float) -> None:
+    def _timed_device(self, worker: Replica) -> torch.device | None:
+        """Returns the device that clocks wait for in this step: otherwise they would time the launching of kernels."""
+        return worker.x.device if self._is_measuring(worker) else None
+
+    def _time_empty(self, worker: Replica) -> tuple[float, float]:
+        """Returns the seconds of an empty message of the foreground, which waits for the slowest worker too, and then
+        of one of the background."""
+        device, quantized = worker.x.device, self.background is not None
+        waiting = time_empty(worker.comm, device, is_quantized=quantized and self._hops == 1)
+        return waiting, time_empty(self._channel, device, is_quantized=quantized)
+
+    def _measure(self, worker: Replica, computed: float, waits: tuple[float, float], working: float) -> None:
         """Waits for the messages just sent, to see how long they take. They are applied when they are due."""
-        comm, flight = worker.comm, self._flights[-1]
-        times = [comm.now()]
+        pace, flight, start = self._pace, self._flights[-1], now(worker.comm, worker.x.device)
+        assert pace is not None  # only it measures
         flight.wait()
-        times.append(comm.now())
-        # The latency of a message does not depend on the period: subtract that of an empty one.
-        comm.mean(worker.x.new_zeros(1))
-        times.append(comm.now())
-        seconds = max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
+        # The latency of a message does not depend on the period.
+        seconds = max(0.0, worker.comm.now() - start - waits[1])
         if self._left is not None:
             whole = worker.x.numel() / (flight.piece.stop - flight.piece.start)
-            before = (pace.period, pace.choice)
-            pace.add(worker.step, computed - self._left, seconds * whole * self._hops, working * whole)
-            if (pace.period, pace.choice) != before:
+            before = pace.decision
+            pace.add(worker.step, Times(computed - self._left, *waits, seconds * whole * self._hops, working * whole))
+            if pace.decision != before:
                 self._recut(worker)
 
     def _recut(self, worker: Replica) -> None:
-        """Pieces or their owners change: nothing may be left that was cut the old way."""
+        """Pieces, their owners or their delay change: nothing may be left that was cut the old way."""
         self._background.clear()
         self.next_entry = 0  # or the first new sweep would have other pieces than those that follow
-        if self._hops == 2:
-            self.drain(worker)
+        self.drain(worker)  # with one hop all messages are there
         if self._correction is not None:
             self._correction.restart(worker.step)
 
     def metrics(self) -> dict[str, float]:
-        """Returns `period`; `bits` per entry of the background; `backlog`, pieces in flight; `waiting`, the share of a
-        step's time; with Adam `stretch`, the mean of ρ."""
+        """Returns `period`; `delay`; `bits` per entry of the background; `foreground`, 1 or 0; `backlog`, pieces in
+        flight; `waiting`, the share of a step's time; with Adam `stretch`, the mean of ρ."""
         code = self._code
         bits = 32.0 if code is None else bits_per_entry(code)
         found = {
             "period": float(self._period),
+            "delay": float(self._delay),
             "bits": bits if self.period is not None else 0.0,
+            "foreground": float(self._pace is None or self._pace.has_foreground),
             "backlog": float(len(self._flights)),
             "waiting": self._waiting,
         }

@@ -22,7 +22,7 @@ class DifferenceWatch:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._sum = torch.zeros(0)
-        self._squares, self._sweeps = 0.0, 0
+        self._squares, self._sweeps = torch.zeros((), dtype=torch.float64), 0
 
     def add(self, step: int, is_last_piece: bool, average: Tensor, own: Tensor) -> None:
         """Adds one piece; only the last piece of a sweep counts. Warns once, after `SWEEPS` of them."""
@@ -30,9 +30,9 @@ class DifferenceWatch:
             return
         difference = average[-SAMPLE:].double() - own[-SAMPLE:].double()
         if len(self._sum) != len(difference):  # the first sweep, or the period has changed
-            self._sum, self._squares, self._sweeps = torch.zeros_like(difference), 0.0, 0
+            self._sum, self._squares, self._sweeps = torch.zeros_like(difference), difference.new_zeros(()), 0
         self._sum += difference
-        self._squares += float(difference.square().sum())
+        self._squares += difference.square().sum()
         self._sweeps += 1
         if self._sweeps == SWEEPS and self.persistence() > PERSISTENT:
             warn(
@@ -44,5 +44,5 @@ class DifferenceWatch:
 
     def persistence(self) -> float:
         """Returns ‖Σ difference‖² / (N·Σ ‖difference‖²): 1 if all differences are equal, about 1/N if independent."""
-        total = self._sweeps * self._squares
+        total = self._sweeps * float(self._squares)
         return float(self._sum.square().sum()) / total if total > 0 else 0.0

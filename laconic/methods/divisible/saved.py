@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laconic.comm import Comm
 from laconic.comm.coded_mean import CodedMean, block_of, split
+from laconic.comm.saved_mean import seat
 from laconic.compress import Compressor, parse
 from laconic.forms import Choice, Each, Form, Whole, form_of
 from laconic.method import mean_of
-from laconic.methods.divisible.pieces import Flight
+from laconic.methods.flight import Flight
 
 if TYPE_CHECKING:
     from laconic.methods.divisible import Divisible
@@ -56,7 +55,7 @@ def forms(method: Divisible, step: int) -> dict[str, Form]:
     d = method.x_hat.numel()
     if method._sends:
         codes = [tuple(None if code is None else str(code) for code in vector) for vector in method._codes()]
-        flights = Each(Flight.form(d, step, method.delay, method._hops, codes))
+        flights = Each(Flight.form(d, step, method._delays[-1], method._hops, codes))
     return {
         "next_entry": Whole(0, d - 1),
         "owner_residual": NOTHING if method.owner_residual is None else form_of(method.owner_residual),
@@ -84,15 +83,10 @@ def check(method: Divisible, saved: dict[str, Any], step: int) -> None:
 def agreed(saved: dict[str, Any]) -> dict[str, Any]:
     """Returns what must be the same on all ranks, besides declared fields."""
     pace, correction = saved["pace"], saved["correction"]
-    flights = []
-    has_owners = saved["owner_residual"] is not None
-    for flight in saved["flights"]:
-        is_last = flight["answered"] or not has_owners  # then what has arrived is the same on all ranks
-        arrived = [transfer["arrived"] if is_last else None for transfer in flight["transfers"]]
-        flights.append({**flight, "transfers": arrived})
+    hops = 1 if saved["owner_residual"] is None else 2
     return {
-        "flights": flights,
-        "pace": pace and {name: pace[name] for name in ("period", "choice", "next_window", "rounds")},
+        "flights": [Flight.agreed(flight, hops) for flight in saved["flights"]],
+        "pace": pace and {name: value for name, value in pace.items() if name not in ("samples", "has_warned")},
         "correction": correction and [correction["since"], correction["start"]],
     }
 
@@ -132,20 +126,12 @@ def _answered(flight: dict[str, Any], of_ranks: list[dict[str, Any]], step: int)
     parts = split(piece.start, piece.stop, range(n), unit=block_of(code))
     average, own = torch.zeros(0), []
     for rank, one in enumerate(of_ranks):
-        mean = CodedMean(cast(Comm, _Seat(rank, n)), parts, code)
+        mean = CodedMean(seat(rank, n), parts, code)
         mean.check_saved(f"method.flights of rank {rank}", one["transfers"][0], step, answered=True)
         transfer = mean.restore(one["transfers"][0])
         average = mean.receive(transfer)
         own.append(mean.own(transfer).double())
     return average - mean_of(own)
-
-
-@dataclass(frozen=True)
-class _Seat:
-    """The place of a rank in the run that saved, of which a `CodedMean` needs only these to decode."""
-
-    rank: int
-    size: int
 
 
 def _code(text: str | None) -> Compressor | None:

@@ -110,7 +110,7 @@ class Stretch:
             for p in group["params"]
         }
         self._places = [places.get(id(p)) for p in worker.parameters]
-        self._numels = [p.numel() for p in worker.parameters]
+        self._numels = worker.numels
         self._workers = worker.comm.size
         self._v = worker.x[:0]  # the optimizer's, from the first step on
         self._kernels = find_kernels(worker.x)

@@ -1,13 +1,17 @@
-"""Stand-ins for the network: workers that are all like this one, and a link in virtual time."""
+"""Stand-ins for the network: workers that are all like this one, a link in virtual time, and scripted times."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from laconic.comm import Pending, Solo
 from laconic.comm.solo import Arrived
+from laconic.methods.divisible import pace as pace_module
+from laconic.methods.divisible.pace import Pace, Times
 
 
 class Mirror(Solo):
@@ -64,3 +68,23 @@ class InFlight(Pending[Any]):
     def wait(self) -> Any:
         self._comm.wait_until(self._arrival)
         return self._pending.wait()
+
+
+@contextmanager
+def scripted_times(script: Callable[[int, float], Times], interval: int = 5) -> Iterator[None]:
+    """Gives every `Pace` the times that `script` returns, instead of measured ones.
+
+    Args:
+        script: takes the step, and the size of the present quantizer's codes as a share of the finest one's.
+        interval: steps from one window to the next.
+    """
+    add, before = Pace.add, pace_module.INTERVAL
+
+    def add_scripted(self: Pace, step: int, times: Times) -> None:
+        add(self, step, script(step, self.sizes[self.choice] / self.sizes[0]))
+
+    Pace.add, pace_module.INTERVAL = add_scripted, interval  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Pace.add, pace_module.INTERVAL = add, before  # type: ignore[method-assign]

@@ -27,6 +27,7 @@ D = 50
         ({"period": None, "corrected": True}, "corrected=True sends gradients in the background"),
         ({"max_period": 0}, "max_period must be a whole number, at least 1, not 0"),
         ({"delay": 0}, "delay must be a whole number, at least 1, not 0"),
+        ({"delay": "often"}, "delay must be a whole number, at least 1, not 'often'"),
         ({"hops": 3}, "hops must be one of 1, 2, None, not 3"),
         ({"hops": True}, "hops must be one of 1, 2, None, not True"),
         ({"background": None, "hops": 2}, "hops=2 is for quantized messages, and background=None sends fp32"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.compress import Log, Uniform
-from laconic.methods.divisible import pace as pace_module
-from laconic.methods.divisible.pace import Pace
+from laconic.methods.divisible.pace import Times
 from tests.helpers import Optimize, adam, build_model, rank, sgd, train_step
+from tests.methods.divisible.comms import scripted_times
 
 STEPS = 14
 METHODS: list[tuple[laconic.Divisible, Optimize]] = [
@@ -82,35 +80,42 @@ def test_resumes_bit_for_bit_with_messages_in_flight() -> None:
                 assert all(torch.equal(x, y) for x, y in zip(path, whole[-len(path) :], strict=True)), method
 
 
-@contextmanager
-def scripted_times() -> Iterator[None]:
-    """Every window follows soon. The link is fast, then too slow for the first quantizer, slower still, then fast."""
-    add, interval = Pace.add, pace_module.INTERVAL
-
-    def add_scripted(self: Pace, step: int, computing: float, sending: float, working: float) -> None:
-        finest = 0.3 if step < 10 or step > 28 else 3.0 if step < 16 else 30.0
-        add(self, step, 1.0, finest * self.sizes[self.choice] / self.sizes[0], 0.3 if step < 28 else 0.0)
-
-    Pace.add, pace_module.INTERVAL = add_scripted, 5  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Pace.add, pace_module.INTERVAL = add, interval  # type: ignore[method-assign]
+def changing_times(step: int, finest_share: float) -> Times:
+    """The link is fast, then too slow for the first quantizer, slower still, then fast. Its latency grows and falls."""
+    finest = 0.3 if step < 10 or step > 28 else 3.0 if step < 16 else 30.0
+    latency = 0.1 if step < 7 else 1.2 if step < 22 else 2.5 if step < 33 else 0.0
+    return Times(1.0, latency / 4, latency, finest * finest_share, 0.3 if step < 28 else 0.0)
 
 
 AUTO = [laconic.Divisible(8), laconic.Divisible(8, hops=2), laconic.Divisible(8, corrected=True)]
 
 
-def test_the_auto_period_resumes_bit_for_bit_and_changes_in_the_same_step_on_all_ranks() -> None:
-    def run() -> list[tuple[list[Tensor], list[list[Tensor]], list[tuple[float, int]]]]:
+def test_a_checkpoint_of_a_version_with_one_delay_goes_on() -> None:
+    """Until times are measured anew, with a delay of 1 and a foreground, as then."""
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        method = laconic.Divisible(8)
+        with scripted_times(lambda step, share: Times(1.0, 0.0, 0.0, 0.3 * share, 0.3), interval=100):
+            whole, states = go_on(method, adam, 20)
+            saved = states[14]
+            del saved["worker"]["method"]["pace"]["delay"], saved["worker"]["method"]["pace"]["has_foreground"]
+            return whole, go_on(method, adam, 20, saved)[0]
+
+    for whole, resumed in laconic.spawn(run, 2):
+        assert len(resumed) == 7
+        assert all(torch.equal(x, y) for x, y in zip(resumed, whole[-7:], strict=True))
+
+
+def test_auto_resumes_bit_for_bit_and_changes_in_the_same_step_on_all_ranks() -> None:
+    def run() -> list[tuple[list[Tensor], list[list[Tensor]], list[dict[str, Any]]]]:
         found = []
-        with scripted_times():
+        with scripted_times(changing_times):
             for method in AUTO:
                 whole, states = go_on(method, adam, 40)
                 chosen = list(states.values())[::3]
                 paces = [state["worker"]["method"]["pace"] for state in chosen]
                 resumed = [go_on(method, adam, 40, state)[0] for state in chosen]
-                found.append((whole, resumed, [(pace["choice"], pace["period"]) for pace in paces]))
+                found.append((whole, resumed, paces))
         return found
 
     by_rank = laconic.spawn(run, 3)
@@ -118,9 +123,11 @@ def test_the_auto_period_resumes_bit_for_bit_and_changes_in_the_same_step_on_all
         d = by_rank[0][i][0][0].numel() // 2
         for whole, resumed, paces in (found[i] for found in by_rank):
             assert paces == by_rank[0][i][2]
-            assert {choice for choice, _ in paces} == {0, 1}, method
-            assert len({period for _, period in paces}) >= 2, method
-            assert paces[-1][0] == 0
+            assert {pace["choice"] for pace in paces} == {0, 1}, method
+            assert {pace["has_foreground"] for pace in paces} == {True, False}, method
+            assert {pace["delay"] for pace in paces} >= {1, 2}, method
+            assert len({pace["period"] for pace in paces}) >= 2, method
+            assert paces[-1]["choice"] == 0
             assert all(torch.equal(x[d:], y[d:]) for x, y in zip(whole, by_rank[0][i][0], strict=True)), "x̂"
             for path in resumed:
                 assert all(torch.equal(x, y) for x, y in zip(path, whole[-len(path) :], strict=True)), method
