@@ -131,7 +131,7 @@ def play(seed: int, ranks: int, fault: str, timeout: float) -> Round:
         store = open_store("127.0.0.1", 0) if hosts is None else None
         address, port = ("127.0.0.1", store.port) if store is not None else (hosts[0].address, STORE_PORT)
         interfaces = ["lo"] * ranks if hosts is None else [host.interface for host in hosts]
-        environments = [_environment(rank, ranks, address, port, interfaces[rank]) for rank in range(ranks)]
+        environments = [_environment(rank, ranks, 1, address, port, interfaces[rank]) for rank in range(ranks)]
         if holder == "rank 0":
             store = None  # frees the port
             for environment in environments:

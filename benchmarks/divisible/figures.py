@@ -211,15 +211,15 @@ def speed(figure: Figure, workers: int, seed: int, out: Path | None) -> None:
 
 
 def slow(task: tasks.Task, contenders: Sequence[str], workers: int, steps: int, seeds: range, out: Path | None) -> None:
-    """Prints milliseconds per step and seconds to 85 % on a slow network."""
+    """Prints milliseconds per step and seconds to 85 % on a slow network, with one average of models that differ."""
     print("| contender | seed | ms per step | steps to 85 % | seconds to 85 % | accuracy | period | bits |")
     print("|---|---|---|---|---|---|---|---|")
     for seed, name in itertools.product(seeds, contenders):
         plan = Plan(task, workers, steps, seed, evaluations=steps // 10, link="100mbit")
-        points = keep(run(find_contender(name), plan), out).points
-        begin, end = points[0], points[-1]
+        record = keep(run(find_contender(name), plan), out)
+        begin, end = record.points[0], record.points[-1]
         ms = 1e3 * (end.seconds - begin.seconds) / (end.step - begin.step)
-        first = next((point for point in points if point.values["accuracy"] >= 0.85), None)
+        first = record.reached(0.85)
         reached = f"{first.step} | {first.seconds:.1f}" if first else "– | –"
         chosen = " | ".join(
             f"{end.method_metrics[key]:g}" if key in end.method_metrics else "–" for key in ("period", "bits")

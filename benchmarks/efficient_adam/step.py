@@ -3,6 +3,7 @@
 python benchmarks/efficient_adam/step.py time --link 100mbit
 python benchmarks/efficient_adam/step.py time --link 1gbit
 python benchmarks/efficient_adam/step.py workers --link 100mbit
+python benchmarks/efficient_adam/step.py delay --link 100mbit+25ms
 
 The methods take turns, several times, in the same processes, so that all of them see the same machine.
 """
@@ -157,9 +158,15 @@ def compare_workers(link: str, steps: int, rounds: int) -> None:
         print(f"sharded, more than computing alone: {over:.1f} ms", flush=True)
 
 
+def compare_delays(workers: int, link: str, steps: int, rounds: int) -> None:
+    ways = ["none", *(f"efficient_adam+delay={delay}" for delay in (0, 1, 2))]
+    print(f"\n{workers} workers, {link}\n")
+    print_table(measure(workers, link, ways, False, steps, rounds), link)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["time", "workers"])
+    parser.add_argument("figure", choices=["time", "workers", "delay"])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--link", default="100mbit")
     parser.add_argument("--steps", type=int, default=12)
@@ -167,8 +174,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.figure == "time":
         compare_time(given.workers, given.link, given.steps, given.rounds)
-    else:
+    elif given.figure == "workers":
         compare_workers(given.link, given.steps, given.rounds)
+    else:
+        compare_delays(given.workers, given.link, given.steps, given.rounds)
 
 
 if __name__ == "__main__":
