@@ -1,11 +1,12 @@
-"""Draws the timelines of the methods and the flow chart: `python docs/figures/draw.py` writes the SVG files beside it.
+"""Draws timelines of the methods, a flow chart and a chart: `python docs/figures/draw.py` writes the SVG files here.
 
-The time axes are schematic, not measured. Colours follow the page where the site puts a figure into it, and the
-reader's light or dark theme elsewhere.
+The time axes are schematic, not measured; the chart is of recorded runs. Colours follow the page where the site puts a
+figure into it, and the reader's light or dark theme elsewhere.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
@@ -163,6 +164,20 @@ def efficient_adam() -> str:
     return line.draw("compute", "wait")
 
 
+def diloco() -> str:
+    """Two fragments in a period of four steps, each applied one step after it was sent."""
+    line = Timeline(3, 9)
+    for step in range(9):
+        for worker in range(3):
+            line.compute(worker, step, step + 1)
+            if step and step % 2 == 0:
+                line.hidden(worker, step + 0.05, step + 0.9)
+                line.applied(worker, step + 1)
+    for step, name in ((2, "first half"), (4, "second half"), (6, "first half"), (8, "second half")):
+        line.note(step + 0.5, name)
+    return line.draw("compute", "hidden", "applied")
+
+
 def divisible() -> str:
     line = Timeline(3, 6.1)
     for step in range(6):
@@ -242,12 +257,39 @@ def choose() -> str:
     return svg(y + 72, marks)
 
 
+def scale() -> str:
+    """Draws the distance among workers on rings, from the record of simulated runs."""
+    record = Path(__file__).parents[2] / "benchmarks" / "simulate" / "claims.jsonl"
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    variants = [
+        ("with momentum, 1 exchange a step", True, 1, "answer"),
+        ("without, 2 exchanges a step", False, 2, "compute"),
+        ("without, 1 exchange a step", False, 1, "wait"),
+    ]
+    marks, y = [text(2, 14, "distance among workers after 500 of 1000 steps, iid data (simulated)", "bold")], 26.0
+    for workers in (16, 32, 64):
+        marks.append(text(2, y + 32, f"ring of {workers}"))
+        for label, momentum, rate, kind in variants:
+            settings = {"claim": "gossip", "task": "fashion", "data": "iid", "graph": "ring", "workers": workers}
+            settings |= {"momentum": momentum, "rate": rate}
+            found = [line["distances"][1] for line in lines if settings.items() <= line.items()]
+            distance = sum(found) / len(found)
+            width = 110 * distance
+            marks.append(f'<rect class="{kind}" x="86" y="{y:g}" width="{width:.1f}" height="14" rx="2"/>')
+            marks.append(text(92 + width, y + 12, f"{distance:.2f}  {label}", "small"))
+            y += 18
+        y += 12
+    return svg(y, marks)
+
+
 FIGURES = {
+    "scale": scale,
     "allreduce": allreduce,
     "qsgd": qsgd,
     "local_sgd": lambda: rounds([4, 4], "mean of x"),
     "adpsgd": lambda: rounds([1, 2, 3, 4], "period {period}"),
     "efficient_adam": efficient_adam,
+    "diloco": diloco,
     "divisible": divisible,
     "a2cid2": a2cid2,
     "choose": choose,
