@@ -23,3 +23,25 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Chrom
         pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
     with chromium.Chromium(executable, tmp_path_factory.mktemp("profile")) as running:
         yield running
+
+
+# The modules with the longest tests, one for each process of `make test`.
+LONG = ("test_conformance.py", "test_other_sizes.py", "test_devices.py", "test_nodes.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets each process of `make test` begin with a module of long tests.
+
+    pytest-xdist gives each process a contiguous part, and moves only what has not begun: a long test that begins last
+    would run alone.
+    """
+    short = [item for item in items if item.path.name not in LONG]
+    parts = len(LONG)
+    items[:] = [
+        item
+        for i, name in enumerate(LONG)
+        for item in (
+            *(item for item in items if item.path.name == name),
+            *short[len(short) * i // parts : len(short) * (i + 1) // parts],
+        )
+    ]

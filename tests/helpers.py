@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,3 +92,14 @@ def train_alone(optimize: Optimize, steps: int) -> list[Tensor]:
         train_step(model, optimizer, 0, step)
         path.append(flat(model))
     return [*path, flat(model)]
+
+
+def unused_port() -> int:
+    """Returns a port of 127.0.0.1 that can be bound a moment later.
+
+    It is none of those that the kernel gives to other processes (32768 and up, by default), as port 0 would be.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

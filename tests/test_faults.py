@@ -27,7 +27,7 @@ from laconic.comm.distributed import DistributedComm
 from laconic.comm.reception import BACKLOG
 from laconic.emulate import EmulationError, Network, parse_links
 from laconic.launch import STORE_PORT, Host, _environment, open_store
-from tests.helpers import rank
+from tests.helpers import rank, unused_port
 from tests.test_failures import error_of, train_steps
 
 Loop = Callable[[laconic.Worker], None]
@@ -49,15 +49,15 @@ def errors_of(
     Returns:
         What the user of each rank reads; all but the `silent` ranks must report, and their processes must end.
     """
-    store: TCPStore | None = None
-    if hosts is None:
-        store = open_store("127.0.0.1", 0)
-        address, port, interfaces = "127.0.0.1", store.port, ["lo"] * size
-    else:
+    store: TCPStore | None = None  # unless rank 0 holds it
+    if hosts is not None:
         address, port, interfaces = hosts[0].address, STORE_PORT, [host.interface for host in hosts]
+    else:
+        address, port, interfaces = "127.0.0.1", unused_port(), ["lo"] * size
+        if not store_in_rank_0:
+            store = open_store(address, port)
     environments = [_environment(i, size, 1, address, port, interfaces[i]) for i in range(size)]
-    if store_in_rank_0 or hosts is not None:
-        store = None  # frees the port for rank 0
+    if store is None:
         for environment in environments:
             del environment["TORCHELASTIC_USE_AGENT_STORE"]
     context = mp.get_context("forkserver")

@@ -24,8 +24,10 @@ def test_results_by_rank_and_arguments() -> None:
     assert laconic.spawn(lambda a, b: (rank(), a + b), 3, 1, 2) == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_one_thread_each() -> None:
-    assert laconic.spawn(torch.get_num_threads, 2) == [1, 1]
+def test_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    found = laconic.spawn(lambda: (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]), 2)
+    assert found == [(1, "1")] * 2
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left as they are")

@@ -8,6 +8,7 @@ Protocol: the first line of JSON on standard input describes the network; each f
 of a link: {"host": 2, "state": "down"}. Each line gets one line of JSON as reply.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -165,6 +166,7 @@ class RelayedFabric:
                 host.addr("add", index=eth0, address=link["address"], prefixlen=link["prefix"])
                 host.link("set", index=eth0, mtu=link["mtu"], txqlen=_TUN_QUEUE)
                 _up(host, eth0)
+            _allow_window(round(4 * link["bytes_per_second"] * 2 * link["delay_seconds"]))
             relayed.append({**link, "descriptor": descriptor})
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "relay.py")
         self._relay = subprocess.Popen(
@@ -182,6 +184,20 @@ class RelayedFabric:
         self._relay.stdin.write(json.dumps(request).encode() + b"\n")
         self._relay.stdin.flush()
         return json.loads(self._relay.stdout.readline())
+
+
+def _allow_window(nbytes: int) -> None:
+    """Lets a TCP connection of this host have so much data in flight, if the kernel's limits are lower.
+
+    With the limits of 4 and 6 MB, of which overhead takes half, one connection reaches 440 Mbit/s at 50 ms.
+    """
+    for name in ("tcp_rmem", "tcp_wmem"):
+        path = f"/proc/sys/net/ipv4/{name}"
+        with open(path) as file:
+            least, default, most = map(int, file.read().split())
+        if nbytes > most:
+            with contextlib.suppress(OSError):  # a read-only /proc: long fast links reach less than their rate
+                _write(path, f"{least} {default} {nbytes}")
 
 
 def _open_tun(name: str) -> int:

@@ -1,5 +1,6 @@
 """Links with delay, jitter and loss: a process relays the packets of TUN devices."""
 
+import math
 import socket
 import sys
 import time
@@ -14,6 +15,8 @@ from tests.emulate.test_network import PORT, answer, reach, start, transfer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces exist only on Linux")
 DATAGRAMS = 1000
+DATAGRAM_NBYTES = 14 + 20 + 8 + 4  # with the headers of Ethernet, IP and UDP
+EARLIER = 4  # datagrams that are as long as the last packets of an earlier connection
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +75,28 @@ def post(host: Host, target: str, pipe: Connection) -> None:
     host.enter()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outbox:
         for number in range(DATAGRAMS):
-            outbox.sendto(str(number).encode(), (target, PORT))
+            outbox.sendto(f"{number:04}".encode(), (target, PORT))
             time.sleep(2e-4)
     pipe.send("posted")
 
 
-def posted(source: Host, target: Host) -> list[int]:
-    process, pipe = start(count, target)
+def posted(network: Network, source: int, target: int) -> tuple[list[int], int, int]:
+    """Sends datagrams. Returns the numbers of those that a process has received, and how many the relay took and gave.
+
+    On a busy machine the queues of the hosts overflow, before and behind the relay. The relay's counts do not depend on
+    that; they may have some packets of earlier connections in them.
+    """
+    before = network.counters()
+    process, pipe = start(count, network.hosts[target])
     assert pipe.recv() == "ready"
-    assert answer(post, source, target.address) == "posted"
+    assert answer(post, network.hosts[source], network.hosts[target].address) == "posted"
     found: list[int] = pipe.recv()
     process.join()
-    return found
+    after = network.counters()
+    taken = after[source][0] - before[source][0]
+    given = after[target][1] - before[target][1]
+    assert len(found) <= given // DATAGRAM_NBYTES
+    return found, taken // DATAGRAM_NBYTES, given // DATAGRAM_NBYTES
 
 
 @pytest.mark.parametrize("ends", [(0, 2), (0, 1), (1, 2)])
@@ -107,15 +120,17 @@ def test_everything_arrives_although_packets_are_lost_and_the_counters_include_i
 
 
 def test_losses_have_their_probability(network: Network) -> None:
-    """The mean of 0 and 10 %: 950 of 1000 datagrams, ±28 at four standard deviations."""
-    found = posted(network.hosts[0], network.hosts[2])
-    assert 922 <= len(found) <= 978
+    """The mean of 0 and 10 %, to five standard deviations."""
+    found, taken, given = posted(network, 0, 2)
+    assert taken > DATAGRAMS / 2
+    assert abs(given - 0.95 * taken) <= 5 * math.sqrt(taken * 0.95 * 0.05) + EARLIER
     assert found == sorted(found), "without jitter the order is kept"
 
 
 def test_jitter_changes_the_order_and_loses_nothing(network: Network) -> None:
-    found = posted(network.hosts[0], network.hosts[1])
-    assert sorted(found) == list(range(DATAGRAMS))
+    found, taken, given = posted(network, 0, 1)
+    assert taken > DATAGRAMS / 2
+    assert abs(given - taken) <= EARLIER
     assert found != sorted(found)
 
 

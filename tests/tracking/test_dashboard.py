@@ -25,7 +25,7 @@ from laconic import cli
 from laconic.tracking import dashboard as dashboard_module
 from laconic.tracking import report as report_module
 from laconic.tracking.report import Overview, Report
-from tests.helpers import Silent, build_model, rank, sgd, train_step, worker_of
+from tests.helpers import Silent, build_model, rank, sgd, train_step, unused_port, worker_of
 
 LIMIT_SECONDS = 60.0  # of any wait here
 SAMPLE = re.compile(r'^(\w+)(?:\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
@@ -265,8 +265,7 @@ def test_an_address_of_another_machine() -> None:
 
 
 def test_two_workers_one_after_another_use_the_same_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     for _ in range(2):
         model = build_model()
         with laconic.Worker(model, sgd(model), Silent(), dashboard=port) as worker:
@@ -291,8 +290,7 @@ def test_texts_that_are_no_reports_are_ignored() -> None:
 
 
 def test_top_without_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     for words, code, message in [
         ([f"127.0.0.1:{port}", "--once"], 1, f"no dashboard answers at 127.0.0.1:{port}"),
         ([str(port)], 1, f"or its Worker was created without dashboard={port}"),
