@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -171,6 +171,20 @@ class StrictGroup(dist.ProcessGroup):
 _batch_sent: list[Any] = []  # kept, since gloo needs the tensors
 
 
+class KeptGloo(dist.ProcessGroupGloo):
+    """A gloo group that lives as long as the process.
+
+    A backend that is written in Python takes the place of the whole group, and torch drops the gloo group that it has
+    made for host memory beside it. A rank that drops it early closes the connections of others that are still opening.
+    """
+
+    _all: ClassVar[list[KeptGloo]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._all.append(self)
+
+
 def _require_batch(verb: str) -> None:
     if not getattr(_batch, "is_open", False):
         raise RuntimeError(f"{verb} outside of batch_isend_irecv waits for ever if both ranks receive first")
@@ -182,6 +196,7 @@ def register() -> None:
     if hasattr(dist.Backend, "STRICT"):
         return
     dist.Backend.register_backend("strict", StrictGroup, devices=["fake"])
+    dist.distributed_c10d.ProcessGroupGloo = KeptGloo  # type: ignore[misc]
     in_batch = dist.batch_isend_irecv
 
     def batch_isend_irecv(operations: list[Any]) -> list[Any]:
