@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
+LEAST, MARGIN = 0.65, 0.15  # similarity of a name that is suggested: at least, and below that of the nearest one
 
 
 def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
@@ -38,5 +39,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     >>> suggestion("gren", ["blue", "green"])
     '; did you mean green?'
     """
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    scores = {one: difflib.SequenceMatcher(None, name, one).ratio() for one in known}
+    least = max(LEAST, max(scores.values(), default=0.0) - MARGIN)
+    near = sorted((one for one in scores if scores[one] >= least), key=lambda one: -scores[one])[:3]
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -28,7 +28,7 @@ def call(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
 def test_methods(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "methods") == 0
     text = capsys.readouterr().out
-    for word in ("allreduce", "local_sgd", "period=8", "powersgd", "arXiv"):
+    for word in ("allreduce", "local_sgd", "period=8", "powersgd", "arXiv", "2501.18512", "1905.13727", "2411.19870"):
         assert word in text
 
 
@@ -102,7 +102,7 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("train local_sdg", "no method or baseline is called 'local_sdg'; did you mean local_sgd"),
         ("train local_sgd --task digit", "digits"),
         ("train local_sgd --period often", "local_sgd.period must be a whole number, not 'often'"),
-        ("train local_sgd --worker 4", "laconic train local_sgd has no option --worker; did you mean --workers"),
+        ("train local_sgd --worker 4", "laconic: train local_sgd has no option --worker; did you mean --workers"),
         ("train local_sgd --workers 0", "workers must be from 1 to 64 (up to 4096 with compare --simulate), not 0"),
         (
             "train local_sgd --workers 1000",
@@ -126,9 +126,11 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("compare --methods ddp,pdd", "no method or baseline is called 'pdd'"),
         ("compare --seeds 0", "seeds must be a whole number, at least 1, not 0"),
         ("data mnist", "mnist"),
-        ("methods --loud yes", "laconic methods has no option --loud"),
+        ("methods --loud yes", "laconic: methods has no option --loud"),
         ("comapre", "no command is called 'comapre'; did you mean compare?"),
-        ("train local_sgd --perod 4", "laconic train local_sgd has no option --perod; did you mean --period"),
+        ("train local_sgd --perod 4", "laconic: train local_sgd has no option --perod; did you mean --period"),
+        ("train local_sgd --perid 4", "has no option --perid; did you mean --period? `laconic train local_sgd --help`"),
+        ("train local_sgd --compressor Uniform(4", "'Uniform(4': the bracket is not closed; write it as in Uniform(4)"),
         ("train local_sgd --batch 4", "has no option --batch; did you mean --batch-size"),
         (
             "train local_sgd --moments averagd",
@@ -137,8 +139,8 @@ def test_a_missing_dataset_is_reported_in_one_line(
         ("train local_sgd --compressor Unifrm(4)", "no compressor is called 'unifrm'; did you mean uniform"),
         ("train local_sgd --period", "--period: expected one argument; see `laconic train local_sgd --help`"),
         ("train --period 4 local_sgd", "'4' is no method: it comes first, as in laconic train local_sgd --period 4"),
-        ("train allreduce --period 4", "laconic train allreduce has no option --period"),
-        ("train local_sgd 4", "laconic train local_sgd does not expect '4': options are written --name value"),
+        ("train allreduce --period 4", "laconic: train allreduce has no option --period"),
+        ("train local_sgd 4", "laconic: train local_sgd does not expect '4': options are written --name value"),
         ("compare --task nowhere:Mine", "the module nowhere cannot be imported"),
         ("compare --task laconic.tasks:Digit", "no task in laconic.tasks is called 'Digit'; did you mean Digits"),
         ("compare --task laconic.tasks:DatasetError", "DatasetError is not a subclass of laconic.tasks.Task"),
@@ -192,7 +194,7 @@ def test_own_task_by_module_and_class(
     assert local_sgd.settings["compressor"] == "Uniform(bits=4, stochastic=False, block=2048, seed=0)"
     assert "loss" in capsys.readouterr().out
     assert call(monkeypatch, f"{base} --widht 8 --overwrite") == 2
-    assert "laconic compare has no option --widht; did you mean --width" in capsys.readouterr().err
+    assert "laconic: compare has no option --widht; did you mean --width" in capsys.readouterr().err
     assert call(monkeypatch, "compare --task own_task:Sinus") == 2
     assert "no task in own_task is called 'Sinus'; did you mean Sine? there are: Sine" in capsys.readouterr().err
 

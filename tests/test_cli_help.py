@@ -66,6 +66,8 @@ def test_overview_names_commands_tasks_and_methods(capsys, monkeypatch) -> None:
     assert cli.call(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {name} " in text for name in cli.COMMANDS)
+    training = help_text(capsys, monkeypatch, "train --help")
+    assert training.index("\n  METHOD ") < training.index("\n  --task "), "the method comes first"
     assert cli.call([]) == 2, "without a command there is nothing to do"
     assert all(name in help_text(capsys, monkeypatch, "train --help") for name in [*TASKS, *strategy_names()])
     assert cli.call(["--version"]) == 0

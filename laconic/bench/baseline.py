@@ -26,6 +26,8 @@ class Baseline:
     """Whether workers hold different models, to be averaged once at the end. Under DDP only rounding differs."""
     needs: ClassVar[str | None] = None
     """The package of an extra that this baseline needs, if any."""
+    paper: ClassVar[str] = ""
+    """Where the method was published, if it was."""
 
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

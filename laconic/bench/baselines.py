@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,8 @@ class PowerSGD(Baseline):
         Vogels et al. 2019, https://arxiv.org/abs/1905.13727
     """
 
+    paper: ClassVar[str] = "arXiv 1905.13727"
+
     rank: int = 2
     start: int = 2
 
@@ -98,6 +101,7 @@ class PostLocalSGD(Baseline):
     """
 
     apart = True
+    paper: ClassVar[str] = "arXiv 1808.07217"
 
     period: int = 8
     start: int = 0

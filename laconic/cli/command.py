@@ -63,8 +63,8 @@ class TrainingCommand(Command):
         task: the task to train: digits, quadratic, fashion, cifar10, shakespeare, translate, or your own as
             my_module:MyTask
         workers: the number of worker processes; with an emulated network, each runs on its own host
-        link: the emulated link of each host, such as 100mbit, or one link per host, separated by commas; none is
-            loopback
+        link: the emulated link of each host, RATE[+DELAY][~JITTER][%LOSS], such as 100mbit or 100mbit+25ms, or one
+            link per host, separated by commas; none is loopback
         rho: in place of --link: the ratio of all-reduce time to compute time in one step, from which the link follows;
             compute time is measured first; by default --link counts
         steps: training steps; by default those of the task

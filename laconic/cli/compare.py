@@ -31,7 +31,7 @@ class Compare(TrainingCommand):
         overwrite: delete the results of an earlier comparison in --out
         resume: keep the runs in --out that are complete, if they were made with the same settings, and make the others
         simulate: simulate the workers in one process and in virtual time, with --link as a simulated link such as
-            1gbit+50ms; methods of laconic only, and many more workers
+            1gbit+50ms; only laconic's methods can be simulated; hundreds of workers fit in one process
         compute: with --simulate, the seconds in which a worker computes a step; by default measured on this machine
     """
 

@@ -126,13 +126,16 @@ def parse(prog: str, description: str, groups: Sequence[Group], words: Sequence[
     """
     parser = make_parser(prog, description, groups)
     given, unknown = parser.parse_known_args(words)
+    name_of_command = prog.removeprefix("laconic ")  # error messages begin with "laconic: "
     flags = [option.flag for group in groups for option in group.options if not option.positional]
     for word in unknown:
         name = word.partition("=")[0]
         if name.startswith("-"):
             near = suggestion(name, flags)
-            raise ValueError(f"{prog} has no option {name}{near or ';'} `{prog} --help` lists all")
-        raise ValueError(f"{prog} does not expect {word!r}: options are written --name value; see `{prog} --help`")
+            raise ValueError(f"{name_of_command} has no option {name}{near or ';'} `{prog} --help` lists all")
+        raise ValueError(
+            f"{name_of_command} does not expect {word!r}: options are written --name value; see `{prog} --help`"
+        )
     return [
         {
             option.name: _convert(f"{group.label}{option.name}", option, getattr(given, option.name))
@@ -165,7 +168,7 @@ def make_parser(prog: str, description: str, groups: Sequence[Group], add_help: 
     )
     for group in groups:
         section = parser.add_argument_group(group.title)
-        for option in group.options:
+        for option in sorted(group.options, key=lambda option: not option.positional):
             section.add_argument(option.flag, **_argument(option, is_setting=bool(group.label)))
     if add_help:
         section = parser.add_argument_group("help")

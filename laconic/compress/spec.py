@@ -42,6 +42,9 @@ def parse(text: str) -> Compressor:
         'log:4:block=1024'
     """
     check_text("a compressor", text, "log:3")
+    if text.count("(") != text.count(")"):
+        state = "closed" if "(" in text else "opened"
+        raise ValueError(f"{text!r}: the bracket is not {state}; write it as in Uniform(4)")
     call = re.fullmatch(r"([A-Za-z]\w*)(?:\((.*)\))?", text.strip())
     if call is None:
         name, *arguments = text.strip().split(":")

@@ -73,7 +73,7 @@ class DiLoCo(Method):
         Douillard et al. 2025, https://arxiv.org/abs/2501.18512
     """
 
-    paper: ClassVar[str] = "arXiv 2311.08105"
+    paper: ClassVar[str] = "arXiv 2311.08105, 2501.18512"
 
     period: int = 32
     outer_lr: float = 0.7

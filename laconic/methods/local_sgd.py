@@ -16,7 +16,9 @@ from laconic.methods.averaging import Averaging, Moments, check_compressor
 
 @dataclass
 class LocalSGD(Averaging):
-    """Averages the parameters every `period` steps: ADPSGD with a constant period.
+    """Runs local steps and averages the parameters every `period` steps.
+
+    It is ADPSGD with a constant period.
 
     Args:
         period: local steps between two rounds of averaging.

@@ -43,7 +43,7 @@ class Task(ABC):
         schedule: "cosine" (with linear warm-up) or "constant".
         steps: The default length of a training run.
         partition: How samples are divided among workers: "iid", "contiguous", "classes:2" (classes per worker) or
-            "dirichlet:0.3", see `parse_partition`.
+            "dirichlet:0.3"; see docs/tasks.md.
 
     Example:
         >>> from laconic.tasks import Quadratic

@@ -46,6 +46,8 @@ def test_settings_survive(compressor: Compressor) -> None:
         ("top", "did you mean topk"),
         ("uniforn:4", "did you mean uniform"),
         ("zzz", "there are: identity, half"),
+        ("Uniform(4", "the bracket is not closed"),
+        ("Uniform4)", "the bracket is not opened"),
         ("log:three", "bits must be a number, not 'three'"),
         ("log:7", "bits must be a whole number from 2 to 6, not 7"),
         ("uniform:9", "bits must be a whole number from 2 to 8, not 9"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ class DeMo(Baseline):
     References:
         Peng et al. 2024, https://arxiv.org/abs/2411.19870; https://github.com/bloc97/DeMo
     """
+
+    paper: ClassVar[str] = "arXiv 2411.19870"
 
     kept: int = 32
     decay: float = 0.999

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ class SparseLoCo(Baseline):
     """
 
     apart = True
+    paper: ClassVar[str] = "arXiv 2508.15706"
 
     period: int = 15
     kept: int = 64

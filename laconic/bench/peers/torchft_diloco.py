@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -45,6 +45,7 @@ class TorchftDiLoCo(Baseline):
 
     apart = True
     needs = "torchft"
+    paper: ClassVar[str] = "arXiv 2501.18512"
 
     period: int = 32
     outer_lr: float = 0.7
