@@ -61,7 +61,9 @@ def test_every_axis_has_a_title_with_its_unit() -> None:
             found = set(titles(spec["layer"]))
             assert found
             assert all(found), figure.id
-    assert "training time, evaluation excluded (s)" in titles(figures(comparison())["metric-seconds"].spec["layer"])
+    assert "training time, copying models included, evaluation excluded (s)" in titles(
+        figures(comparison())["metric-seconds"].spec["layer"]
+    )
     assert "accuracy (%)" in titles(figures(comparison())["metric-steps"].spec["layer"])
 
 
