@@ -13,7 +13,7 @@ import pytest
 from laconic.bench.record import Point, Record
 from laconic.bench.report_axes import Axis, axis, linear_ticks, log_ticks, spread_out
 from laconic.bench.report_figures import figures_of, provenance
-from laconic.bench.report_lines import Figure, focused
+from laconic.bench.report_lines import LABEL_CHARACTERS, Figure, focused
 from laconic.bench.report_style import looks
 from laconic.bench.summary import summarize
 from tests.bench.synthetic import SHAPES, comparison, failed, run
@@ -209,3 +209,16 @@ def test_the_readme_picture_is_the_same_figure() -> None:
     for text in ("Measured with real processes on an emulated network, 100 Mbit/s.", "accuracy (%)", "none_averaged"):
         assert text in drawn
     assert "prefers-color-scheme:dark" in drawn
+
+
+def test_pictures_have_names_that_fit() -> None:
+    from benchmarks.picture import NAMES, renamed
+
+    assert max(map(len, NAMES.values())) <= LABEL_CHARACTERS
+    assert len(set(NAMES.values())) == len(NAMES)
+    records = renamed(comparison(), NAMES | {"local_sgd+period=8": "LocalSGD"})
+    names = {label["method"] for label in figures(records)["metric-seconds"].spec["datasets"]["labels"]}
+    assert {"PowerSGD", "LocalSGD", "one worker alone", "adpsgd"} - names == {"adpsgd"}
+    assert "efficient_adam+bits=4" in names, "a contender without a name of its own keeps that of its runs"
+    with pytest.raises(ValueError, match="ddp and powersgd are both called 'one'"):
+        renamed(comparison(), {"ddp": "one", "powersgd": "one"})
