@@ -161,7 +161,7 @@ class Worker(SavingReplica):
     def metrics(self, over: Literal["ranks"] | None = None) -> dict[str, float]:
         """Returns numbers that describe this worker, by the same keys for every method (docs/tracking.md).
 
-        Bytes, steps, seconds and exchanges count from the last call, or from the start. A key for which the method has
+        Bytes, steps, seconds and exchanges count from the last call, or from the start; `bytes_total` always from the start. A key for which the method has
         no value is NaN.
 
         Args:

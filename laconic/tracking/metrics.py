@@ -28,6 +28,7 @@ COUNTED = (
 KEYS = (
     "step",
     *COUNTED,
+    "bytes_total",
     "step_seconds",
     "waited_share",
     "overhead_share",
@@ -74,6 +75,7 @@ class Readings:
             "step_seconds": _ratio(timed_seconds, timed_steps),
             "waited_share": _ratio(since["waited_seconds"], seconds),
             "overhead_share": _ratio(since["overhead_seconds"], seconds),
+            "bytes_total": totals["bytes"],
             "bytes_per_second": _ratio(since["bytes"], seconds),
             "period": of_method.get("period", math.nan),
             "bits": of_method.get("bits", math.nan),

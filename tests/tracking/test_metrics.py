@@ -87,6 +87,10 @@ def test_counters_add_up_to_the_totals(name: str, results) -> None:
     for parts, _, _ in results[name]:
         assert sum(part["steps"] for part in parts) == STEPS
         assert parts[-1]["step"] == STEPS
+    for parts, totals, _ in results[name]:
+        assert parts[0]["bytes_total"] == parts[0]["bytes"]
+        assert parts[1]["bytes_total"] == parts[0]["bytes"] + parts[1]["bytes"]
+        assert parts[-1]["bytes_total"] == totals["bytes"]
         assert parts[-2]["consensus_distance"] >= 0
 
 
