@@ -41,7 +41,7 @@ NAMES = {
     "efficient_adam": "EfficientAdam",
     "local_sgd": "LocalSGD(8)",
     "local_sgd+compressor=uniform:4": "LocalSGD(8), 4 bits",
-    "none": "one worker alone",
+    "none": "none: one worker alone",
     "none_averaged": "never communicate, averaged",
     "post_local_sgd": "post-local SGD",
     "powersgd": "PowerSGD",
