@@ -161,8 +161,8 @@ class Worker(SavingReplica):
     def metrics(self, over: Literal["ranks"] | None = None) -> dict[str, float]:
         """Returns numbers that describe this worker, by the same keys for every method (docs/tracking.md).
 
-        Bytes, steps, seconds and exchanges count from the last call, or from the start; `bytes_total` always from the start. A key for which the method has
-        no value is NaN.
+        Bytes, steps, seconds and exchanges count from the last call, or from the start; `bytes_total` always from the
+        start. A key for which the method has no value is NaN.
 
         Args:
             over: None for this rank alone, which needs no communication. "ranks": the mean and the maximum over all
