@@ -13,6 +13,7 @@ from typing import Any, Literal
 from laconic import Method, Worker
 from laconic.integrations.companion import Companion, metrics_of, with_own_memory
 from laconic.integrations.frameworks import require
+from laconic.nodes import Nodes, check_arguments
 
 LEAST = "2.5"
 require("lightning", LEAST)
@@ -35,6 +36,7 @@ class LaconicStrategy(DDPStrategy):  # type: ignore[misc]
     Args:
         method: the communication method.
         timeout: seconds that one wait for other workers may take, as for `laconic.Worker`.
+        nodes: "auto": the ranks of a machine train as one worker, as for `laconic.Worker`; needs torchrun.
         start_method: how processes are launched, as for `DDPStrategy`: "fork" in notebooks.
         **kwargs: `accelerator`, `parallel_devices`, `cluster_environment`, `checkpoint_io`, `precision_plugin` and
             `process_group_backend`, as for `DDPStrategy`.
@@ -56,18 +58,20 @@ class LaconicStrategy(DDPStrategy):  # type: ignore[misc]
         method: Method,
         *,
         timeout: float = 1800.0,
+        nodes: Nodes = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
         if not isinstance(method, Method):
             raise ValueError(f"method must be a method of laconic, such as laconic.Divisible(), not {method!r}")
+        check_arguments(None, nodes)
         super().__init__(timeout=timedelta(seconds=timeout), start_method=start_method, **kwargs)
         of_ddp = [*self._ddp_kwargs, *(name for name in kwargs if name.startswith(("ddp_", "model_averaging")))]
         if of_ddp:
             raise ValueError(
                 f"LaconicStrategy does not use DistributedDataParallel, so it takes no argument {', '.join(of_ddp)}"
             )
-        self.method, self.seconds = method, timeout
+        self.method, self.seconds, self.nodes = method, timeout, nodes
         self.worker: Worker | None = None
         self._companion: Companion | None = None
         self._consensus = ExitStack()
@@ -83,7 +87,9 @@ class LaconicStrategy(DDPStrategy):  # type: ignore[misc]
         self.worker = self._companion = None
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            self.worker = Worker(self.lightning_module, self.optimizers, self.method, timeout=self.seconds).start()
+            self.worker = Worker(
+                self.lightning_module, self.optimizers, self.method, timeout=self.seconds, nodes=self.nodes
+            ).start()
             self._companion = Companion(self.worker)
 
     def metrics(self) -> dict[str, float]:

@@ -149,9 +149,44 @@ def test_strategy(tmp_path: Path) -> None:
         assert divisible_nbytes < ddp_nbytes / 2
 
 
+def fit_on_nodes() -> tuple[int, int, torch.Tensor]:
+    import lightning
+
+    from laconic.integrations.lightning import LaconicStrategy
+
+    module, loader, _ = build(8)
+    strategy = LaconicStrategy(laconic.LocalSGD(2), nodes="auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            num_nodes=2,
+            strategy=strategy,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            max_steps=4,
+        )
+        trainer.fit(module, loader)
+    assert strategy.worker is not None
+    assert strategy.worker.node is not None
+    return strategy.worker.node.index, strategy.worker.node.size, flat(module)
+
+
+def test_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcomes = laconic.spawn(fit_on_nodes, 4, nodes=2)
+    assert [(index, size) for index, size, _ in outcomes] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert all(torch.equal(x, outcomes[0][2]) for _, _, x in outcomes)
+
+
 def test_arguments_that_do_not_fit() -> None:
     from laconic.integrations.lightning import LaconicStrategy
 
+    with pytest.raises(ValueError, match="nodes must be None or 'auto', not 2"):
+        LaconicStrategy(laconic.AllReduce(), nodes=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method must be a method of laconic"):
         LaconicStrategy("divisible")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="takes no argument find_unused_parameters"):
