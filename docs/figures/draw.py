@@ -251,10 +251,12 @@ def choose() -> str:
         marks += box(2, y, 246, question, "box") + box(328, y, 190, answer, "answer")
         marks += arrow(248, y + 24, 326, y + 24, aside) + arrow(60, y + height, 60, y + height + 36, down)
         y += height + 36
-    marks += box(2, y, 246, ["Divisible()", "hides sending behind", "computing; any optimizer"], "answer")
+    hidden = ["Divisible()", "or DiLoCo(8, fragments=4,", "    delay=2,", "    compressor=Uniform(4))"]
+    hidden += ["both hide sending behind", "computing; any optimizer"]
+    marks += box(2, y, 246, hidden, "answer")
     simplest = ["or LocalSGD(8,", "    compressor=Uniform(4))", "simplest: waits in 1 of 8 steps"]
     marks += box(262, y, 256, simplest, "answer")
-    return svg(y + 72, marks)
+    return svg(y + 18 * len(hidden) + 18, marks)
 
 
 def scale() -> str:
