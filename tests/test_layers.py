@@ -12,6 +12,7 @@ import pytest
 import laconic
 
 PACKAGE = Path(laconic.__file__).parent
+DESIGN = Path(__file__).parent.parent / "docs" / "design.md"
 # From the lowest to the highest: a module may use its own package and everything in the layers before its own. Modules
 # of one layer do not use each other. "laconic" is the package's __init__.py, what users import.
 LAYERS: list[list[str]] = [
@@ -81,6 +82,14 @@ def test_no_module_uses_a_higher_layer(module: str, tree: ast.Module) -> None:
     assert own in LEVELS, f"{module} is new: add {own!r} to LAYERS"
     wrong = sorted({used for used in used_by(tree) if used != own and LEVELS[used] >= LEVELS[own]})
     assert not wrong, f"{module} must not use {', '.join(wrong)}"
+
+
+@pytest.mark.skipif(not DESIGN.exists(), reason="needs the repository")
+def test_the_architecture_page_has_the_same_layers() -> None:
+    found = re.search(r"^## Layers\n.*?```\n(.*?)```", DESIGN.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    lines = re.sub(r" \([^)]*\)", "", found[1]).splitlines()
+    assert [line.split() for line in reversed(lines)] == LAYERS
 
 
 def test_a_use_is_found_wherever_it_is() -> None:
