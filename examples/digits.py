@@ -27,8 +27,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 with laconic.Worker(model, optimizer, laconic.Divisible()) as worker:
     sampler = DistributedSampler(train_set, num_replicas=worker.size, rank=worker.rank)
-    loader = DataLoader(train_set, batch_size=32, sampler=sampler)
-    for epoch in range(10):
+    loader = DataLoader(train_set, batch_size=32, sampler=sampler, drop_last=True)
+    for epoch in range(10 * worker.size):  # 440 steps, with one worker, two or four
         sampler.set_epoch(epoch)  # else every epoch has the same order
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
