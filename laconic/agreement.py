@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from laconic.comm import Comm
+from laconic.comm.finite import raise_together
 from laconic.flat import FlatParameters
 from laconic.method import Method
 from laconic.version import __version__
@@ -59,17 +60,22 @@ def require_agreement(
         what,
         {"fingerprint": described, "finite": finite, "error": error and f"{type(error).__name__}: {error}"},
     )
-    if error is not None:
-        raise error
+    found = error or _disagreement(notes)
+    if found is not None:
+        raise_together(comm, found)
+
+
+def _disagreement(notes: Sequence[dict[str, Any]]) -> ValueError | None:
     failed = [f"rank {rank}: {note['error']}" for rank, note in enumerate(notes) if note["error"]]
     if failed:
-        raise ValueError("; ".join(failed))
+        return ValueError("; ".join(failed))
     difference = compare([note["fingerprint"] for note in notes])
     if difference:
-        raise ValueError(f"all ranks must agree on {difference}")
+        return ValueError(f"all ranks must agree on {difference}")
     nonfinite = [str(rank) for rank, note in enumerate(notes) if not note["finite"]]
     if nonfinite:
-        raise ValueError(f"parameters must be finite, and there are NaNs or infinities on rank {', '.join(nonfinite)}")
+        return ValueError(f"parameters must be finite, and there are NaNs or infinities on rank {', '.join(nonfinite)}")
+    return None
 
 
 def compare(fingerprints: list[Fingerprint]) -> str | None:

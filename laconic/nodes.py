@@ -12,12 +12,14 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from laconic.comm import Comm
+from laconic.comm.finite import raise_together
 from laconic.comm.subset import open_subset
 from laconic.wrappers import BareModel
 
@@ -109,7 +111,11 @@ def find_node(
         note["members"] = members
     except ValueError as error:
         note["error"] = str(error)
-    layout = arrange(comm.meet("the nodes of the job", note))
+    notes = comm.meet("the nodes of the job", note)
+    try:
+        layout = arrange(notes)
+    except ValueError as error:
+        raise_together(comm, error)
     index = next(i for i, members in enumerate(layout) if comm.rank in members)
     members = layout[index]
     place = members.index(comm.rank)
@@ -118,8 +124,8 @@ def find_node(
     inside = open_subset(comm, "node", layout, "node")
     rail = open_subset(comm, "rail", [list(ranks) for ranks in zip(*layout, strict=True)])
     control = rail.channel("control")
-    notes = inside if device.type == "cpu" else inside.channel("node")  # a device's backend takes its tensors only
-    return Node(index, len(layout), place, len(members), layout, inside, rail, control, notes)
+    of_host = inside if device.type == "cpu" else inside.channel("node")  # a device's backend takes its tensors only
+    return Node(index, len(layout), place, len(members), layout, inside, rail, control, of_host)
 
 
 def arrange(notes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
@@ -161,9 +167,11 @@ def arrange(notes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     for members in layout:
         hosts = sorted({notes[rank]["host"] for rank in members})
         if len(hosts) > 1:
+            names = sorted({host.split()[0] for host in hosts})  # without what tells apart those of the same name
+            where = " and ".join(names) if len(names) == len(hosts) else f"{len(hosts)} hosts"
             raise ValueError(
-                f"the ranks of a node must be on one host, and {list(members)} are on {' and '.join(hosts)}: pass the "
-                f"group of the ranks on one machine"
+                f"the ranks of a node must be on one host, and {list(members)} are on {where}: pass the group of the "
+                f"ranks on one machine"
             )
     return [list(members) for members in layout]
 
@@ -192,9 +200,13 @@ def _members_by_launcher(comm: Comm) -> list[int]:
 
 
 def _host() -> str:
-    """Returns a name that is the same for all processes of one host, also of an emulated one."""
+    """Returns a name that is the same for all processes of one host, also of an emulated one.
+
+    Machines may have the same name, such as "localhost", and the same number of their network namespace.
+    """
     try:
         namespace = os.readlink("/proc/self/ns/net")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
-        namespace = ""
-    return f"{socket.gethostname()} {namespace}".strip()
+        return socket.gethostname()
+    return f"{socket.gethostname()} {boot} {namespace}"

@@ -28,6 +28,7 @@ EVERY_X = 256  # common steps between two checksums of x: reading all of x costs
 FIRST_GRADIENTS = 2  # local steps whose gradients are compared
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 CHUNK = 1 << 18  # entries of a checksum's chunk
+DEVICE_CHUNK = 1 << 22  # the same on a device, on which each chunk is a few launches
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x1E3779B97F4A7C15  # odd, any
 
@@ -61,6 +62,7 @@ class Watch:
         self._gradients_compared = comm.size == 1
         self._scale = 0.0  # of the GradScaler that called optimizer.step(), if one did
         self._anyone_scales = False
+        self._x = 0  # checksum of x that was taken last, until it is sent
         self._pending: tuple[int, Pending[list[Tensor]], list[str]] | None = None
 
     def before_step(self, caller: FrameType) -> None:
@@ -94,18 +96,26 @@ class Watch:
         self._common_steps += 1
         if self._common_steps % EVERY != 1 and self._common_steps != FIRST_GRADIENTS and not self._anyone_scales:
             return
+        if common == "x" and self._common_steps % EVERY_X == 1:
+            # On a device it is read when the next step begins, and sent with the next numbers.
+            worker.comm.late.read(_halves(_checksum(self._flat.x)), self._note_x)
         settings = describe(self._optimizers)
         numbers = (
             Numbers()
             if not trains
             else Numbers(
                 settings=zlib.crc32(repr(settings).encode()) or 1,
-                x=checksum(self._flat.x) if common == "x" and self._common_steps % EVERY_X == 1 else 0,
+                x=self._x,
                 gradients=self._gradients if self._local_steps >= FIRST_GRADIENTS else 0,
                 scale=_bits(self._scale),
             )
         )
+        self._x = 0
         self._pending = worker.step, self._comm.all_gather_async(torch.tensor(numbers)), settings
+
+    def _note_x(self, halves: Sequence[float]) -> None:
+        low, high = map(int, halves)
+        self._x = (high << 32 | low) or 1
 
     def finish(self) -> None:
         """Compares the numbers that were sent last, if there are any.
@@ -257,14 +267,30 @@ def checksum(*tensors: Tensor, start: int = 0) -> int:
     >>> checksum(one) == checksum(one.clone()), checksum(one) == checksum(one.flip(0))
     (True, False)
     """
-    total = torch.tensor(start, dtype=torch.int64, device=tensors[0].device if tensors else None)
+    return int(_checksum(*tensors, start=start)) or 1
+
+
+def _checksum(*tensors: Tensor, start: int = 0) -> Tensor:
+    """Returns the same as `checksum`, or 0, on the tensors' device: the host does not wait for it."""
+    # Not by `torch.tensor`, which copies from the host, and waits for the device.
+    total = torch.full((), start, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for tensor in tensors:
+        most = CHUNK if tensor.device.type == "cpu" else DEVICE_CHUNK
         bits = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
-        factors = (torch.arange(min(CHUNK, bits.numel()), device=bits.device) * 2 + 1) * MULTIPLIER
-        for chunk in torch.split(bits, CHUNK):
+        factors = (torch.arange(min(most, bits.numel()), device=bits.device) * 2 + 1) * MULTIPLIER
+        for chunk in torch.split(bits, most):
             # Integers of 64 bits wrap around, so the order of a sum does not matter, and nothing is lost.
             total = total * MULTIPLIER + (chunk * factors[: chunk.numel()]).sum() + 1
-    return int(total) or 1
+    return total
+
+
+def _halves(number: Tensor) -> Tensor:
+    """Returns the lower and the upper 32 bits of an integer of 64 bits, each of which fp64 holds exactly.
+
+    >>> _halves(torch.tensor(-1)), _halves(torch.tensor(7 << 32 | 5))
+    (tensor([4294967295,         -1]), tensor([5, 7]))
+    """
+    return torch.stack([number & 0xFFFFFFFF, number >> 32])
 
 
 def find_grad_scaler(frame: FrameType | None) -> torch.amp.GradScaler | None:

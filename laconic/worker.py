@@ -229,6 +229,7 @@ class Worker(SavingReplica):
             raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
         while self._await_step():
             with self.tracking.verb("before_step"):
+                self.seen.comm.late.receive()
                 self._begin_step()
             with self.tracking.verb("after_step"):
                 self._finish_step()

@@ -70,6 +70,7 @@ class StrictGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.broken: str | None = None
+        self.timeout = timeout
         self._connect = lambda: dist.ProcessGroupGloo(store, rank, size, timeout)
         self._user = threading.get_ident()
         self._works: queue.Queue[StrictWork] = queue.Queue()
@@ -85,6 +86,9 @@ class StrictGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "strict"
+
+    def abort(self) -> None:
+        self.broken = "an abort"
 
     # torch keeps the name in the backends of a group, and this one has none.
     def _set_group_name(self, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import laconic
+from laconic import watch
 from laconic.comm import PeerError, connect
 from laconic.comm.distributed import DistributedComm
+from laconic.comm.staged import Baton
 from laconic.comm.work import DeviceWork
 from laconic.compress import Pick, TopK, Uniform
 from tests import fake_device, strict_group
@@ -169,6 +172,23 @@ def test_ranks_on_different_kinds_of_devices_raise_on_every_rank(prepare: Callab
     assert all(expected in error for error in errors), errors
 
 
+def error_of_two_devices() -> str:
+    fake_device.load()
+    second = "fake:1" if rank() == 1 else "fake:0"
+    model = nn.Sequential(nn.Linear(3, 2).to("fake:0"), nn.Linear(2, 1).to(second))
+    try:
+        laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), laconic.AllReduce(), timeout=60.0)
+    except (ValueError, PeerError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_model_on_two_devices_on_one_rank_raises_on_every_rank() -> None:
+    fake_device.load()
+    for error in laconic.spawn(error_of_two_devices, 2):
+        assert "all have one device, not fake:0" in error
+
+
 def test_a_model_on_two_devices_raises() -> None:
     fake_device.load()
     model = nn.Sequential(nn.Linear(3, 2).to("fake:0"), nn.Linear(2, 1).to("fake:1"))
@@ -246,7 +266,54 @@ def test_the_host_notices_a_failed_rank_while_the_device_waits() -> None:
     assert "mean at step 4 cannot complete: rank 1 failed at step 0: KeyError: 'no such image'" in text
 
 
+def find_time_out_and_abort() -> tuple[float, str | None]:
+    strict_group.register()
+    comm = connect(torch.device("fake:0"), timeout=60.0)
+    assert isinstance(comm, DistributedComm)
+    comm.fail(KeyError("no such image"))
+    return comm._whole.timeout.total_seconds(), comm._whole.broken
+
+
+def test_a_backend_waits_longer_than_the_worker_and_is_aborted_when_the_worker_fails() -> None:
+    """NCCL ends the process when its time is over, before the worker could name a rank; and blocks the device."""
+    fake_device.load()
+    for seconds, broken in laconic.spawn(find_time_out_and_abort, 2):
+        assert seconds > 60.0
+        assert broken == "an abort"
+
+
 # Steps of gossip, of which one thread trains and another exchanges
+
+
+def order_after_a_pause() -> list[str]:
+    """Returns the threads that have made their stream wait for the other's, in a pause of gossip."""
+    fake_device.load()
+    model = nn.Linear(6, 2).to(own_device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    names: list[str] = []
+    take = Baton.take
+
+    def spy(baton: Baton) -> None:
+        names.append(threading.current_thread().name)
+        take(baton)
+
+    with laconic.Worker(model, optimizer, laconic.A2CiD2(), timeout=60.0) as worker:
+        for step in range(4):
+            x, y = (tensor.to(own_device()) for tensor in batch(rank(), step))
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gossip: Any = worker.method._gossip  # type: ignore[attr-defined]
+        Baton.take = spy  # type: ignore[method-assign, assignment]
+        gossip.pause()
+        Baton.take = take  # type: ignore[method-assign]
+    return names
+
+
+def test_the_device_continues_behind_what_gossip_has_launched() -> None:
+    fake_device.load()
+    for names in laconic.spawn(order_after_a_pause, 2):
+        assert names.count("MainThread") == 1
 
 
 def spoil_gossip(prepare: Callable[[], object]) -> str:
@@ -295,8 +362,12 @@ COUNTED: dict[str, laconic.Method] = {
 
 
 def waits_by_step(method: laconic.Method) -> list[int]:
-    """Returns how often the host waited for the device in each of some steps, on this rank."""
+    """Returns how often the host waited for the device in each of some steps, on this rank.
+
+    Ranks and their x are compared more often than they would be, so that it falls into these steps.
+    """
     strict_group.register()
+    watch.EVERY, watch.EVERY_X = 4, 8
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).to("fake:1")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.compress import Identity, Uniform
+from laconic.emulate import EmulationError, hosts_behind
 from laconic.nodes import arrange
 from tests.helpers import OPTIMIZERS, Silent, adam, flat, loss, rank, sgd
 
@@ -448,6 +449,23 @@ def test_mistakes_are_named_on_every_rank() -> None:
         for number, found in enumerate(of_ranks):
             with pytest.raises(ValueError, match=text):
                 raise ValueError(f"{name}, rank {number}: {found.get(name)}")
+
+
+def error_across_hosts() -> str:
+    try:
+        worker_with(laconic.LocalSGD(), local=group_of([[0, 1], [2, 3]]))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_local_group_across_hosts_is_refused_on_every_rank() -> None:
+    try:
+        with hosts_behind("1gbit", 4) as hosts:
+            errors = laconic.spawn(error_across_hosts, 4, hosts=hosts)
+    except EmulationError as error:
+        pytest.skip(str(error))
+    assert all("must be on one host, and [0, 1] are on 2 hosts: pass the group of" in error for error in errors), errors
 
 
 def note(members: list[int], host: str = "a", device: str = "cpu") -> dict[str, Any]:

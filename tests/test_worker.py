@@ -127,6 +127,7 @@ def test_accumulation_and_clipping() -> None:
     check_same_as_without(build, loop)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch's, on Python 3.13.0
 def test_compiled_model() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = build_model()

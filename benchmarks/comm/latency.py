@@ -24,9 +24,15 @@ from laconic.bench.strategies import parse_contender
 from laconic.tasks.fashion import Fashion
 
 # Steps on links of contenders that do the same on every link; the others make all of them.
-FEW_STEPS = {"allreduce": 12, "ddp": 12, "powersgd": 20, "efficient_adam": 20, "local_sgd": 81}
-CONTENDERS = ("none", "divisible", "a2cid2", "local_sgd+compressor=uniform:4", "adpsgd", "efficient_adam", "powersgd",
-              "allreduce", "ddp")  # fmt: skip
+FEW_STEPS = {
+    "allreduce": 12, "ddp": 12, "qsgd": 12, "powersgd": 20, "demo": 20, "efficient_adam": 20, "local_sgd": 81,
+    "adpsgd": 81, "diloco": 81, "sparseloco": 81, "torchft_diloco": 81,
+}  # fmt: skip
+CONTENDERS = (
+    "none", "divisible", "a2cid2", "diloco+period=8+fragments=4+delay=2+compressor=uniform:4",
+    "local_sgd+compressor=uniform:4", "adpsgd", "efficient_adam", "qsgd", "allreduce",
+    "torchft_diloco", "sparseloco", "powersgd", "demo", "ddp",
+)  # fmt: skip
 TARGET = 0.85
 
 
@@ -55,7 +61,8 @@ def main() -> None:
             evaluations = o.evaluations if steps == o.steps else min(4, steps)
             record = run(parse_contender(name), Plan(Fashion(), o.workers, steps, seed, link, evaluations=evaluations))
             if record.status != "ok":
-                raise RuntimeError(record.reason)
+                print(f"| {link} | {name} | {seed} | {record.status}: {record.reason.splitlines()[-1]} |", flush=True)
+                continue
             if o.out is not None:
                 o.out.mkdir(parents=True, exist_ok=True)
                 RunsFile(o.out).append(record)

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -165,7 +166,11 @@ def find_task_class(name: str) -> type[Task]:
         found = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"--task {name}: the module {module} cannot be imported from {os.getcwd()}: {error}") from None
-    classes = {key: value for key, value in vars(found).items() if isinstance(value, type)}
+    classes = {
+        key: value
+        for key, value in vars(found).items()
+        if not isinstance(value, GenericAlias) and isinstance(value, type)  # tuple[int] is a type on Python 3.10
+    }
     tasks = {key: value for key, value in classes.items() if issubclass(value, Task) and value is not Task}
     if attribute in classes and attribute not in tasks:
         raise ValueError(f"--task {name}: {attribute} is not a subclass of laconic.tasks.Task; see docs/own_task.md")

@@ -101,6 +101,7 @@ class BackgroundGossip(Gossip):
             self._paused = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._idle or self._closing or self._error is not None)
+        self._order_device()
         self._warn_and_raise()
 
     def close(self) -> None:
@@ -110,7 +111,13 @@ class BackgroundGossip(Gossip):
         for thread in self._threads:
             thread.join()
         self._wires.close()
+        self._order_device()
         self._warn_and_raise()
+
+    def _order_device(self) -> None:
+        """Lets the device do what follows behind what the gossip thread has launched, which may not be over yet."""
+        with self._lock:
+            self._baton.take()
 
     def warn_of_lost(self, members: list[int], dropped: Mapping[int, str]) -> None:
         """Warns of workers that were lost after the end of gossip, while the models were averaged.
@@ -202,7 +209,7 @@ class BackgroundGossip(Gossip):
             while True:
                 outgoing = self._wires.in_host_memory(sent)
                 check_gossip(outgoing, self._rank, self._meter.step)
-                received = self._wires.sendrecv(peer, outgoing)
+                received = self._wires.sendrecv(peer, outgoing, for_device=sent.device.type != "cpu")
                 nbytes += sent.numel() * sent.element_size()
                 with self._turn():
                     try:
@@ -288,19 +295,24 @@ class PeerWires:
         self._peer = rank  # the one that is being connected to
         self._connector = Connector(store, rank, timeout, lambda: check(self._peer))
         self._wires: dict[int, Wire] = {}
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, bool], Tensor] = {}
 
     def in_host_memory(self, sent: Tensor) -> Tensor:
         """Returns a message in contiguous host memory, valid until the next call."""
         # Called without the lock: here the host waits for the device, and training must not.
-        return sent.contiguous() if sent.device.type == "cpu" else self._buffer("sent", sent).copy_(sent)
+        return sent.contiguous() if sent.device.type == "cpu" else self._buffer("sent", sent, True).copy_(sent)
 
-    def sendrecv(self, peer: int, sent: Tensor) -> Tensor:
+    def sendrecv(self, peer: int, sent: Tensor, *, for_device: bool) -> Tensor:
         """Sends to the peer, which does the same. Returns what it sent, which is valid until the next call.
 
-        `sent` is what `in_host_memory` has returned.
+        Args:
+            peer: the other worker.
+            sent: what `in_host_memory` has returned.
+            for_device: whether the message goes on to a device. The device may still read it when a message for the
+                host comes, which therefore has a buffer of its own. The next one for the device comes after a copy by
+                `in_host_memory`, for which the device has done everything before.
         """
-        received = self._buffer("received", sent)
+        received = self._buffer("received", sent, for_device)
         try:
             if peer not in self._wires:
                 self._peer = peer
@@ -310,8 +322,8 @@ class PeerWires:
             raise PeerIsSilent(f"no answer from rank {peer} ({first_line(error)})") from error
         return received
 
-    def _buffer(self, use: str, like: Tensor) -> Tensor:
-        key = use, like.dtype
+    def _buffer(self, use: str, like: Tensor, for_device: bool) -> Tensor:
+        key = use, like.dtype, for_device
         if key not in self._buffers or self._buffers[key].numel() < like.numel():
             self._buffers[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=self._pins)
         return self._buffers[key][: like.numel()].view(like.shape)

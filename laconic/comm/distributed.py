@@ -45,6 +45,7 @@ from laconic.ranges import span
 from laconic.topology import Topology
 
 T = TypeVar("T")
+DEVICE_GRACE_SECONDS = 60.0  # by which the time-out of a device's own backend is longer
 
 
 class DistributedComm(Comm):
@@ -87,7 +88,9 @@ class DistributedComm(Comm):
         self._opening = f"the opening of the {name} channel"
         _require_same_devices(register, register.meet(self._opening, meter.step, [backend, device.type]))
         self._sequence = f"{name}-{register.count('channels')}"
-        self._timeout = timedelta(seconds=register.timeout)
+        # A device's backend ends the process when its time is over: this worker's own, which names a rank, is shorter.
+        grace = 0.0 if backend == "gloo" else DEVICE_GRACE_SECONDS
+        self._timeout = timedelta(seconds=register.timeout + grace)
         self._whole = self._new_group(register.members)
         self._group_members, self._members_group = register.members, self._whole
         self._channels: list[DistributedComm] = []
@@ -264,12 +267,14 @@ class DistributedComm(Comm):
 
         def launch_on_device() -> list[Any]:
             # As one batch: NCCL does one operation after the other, and both ranks would wait in the first.
-            return dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, sent, peer, group=self._group),
-                    dist.P2POp(dist.irecv, received, peer, group=self._group),
-                ]
-            )
+            # NCCL's use the current device, which need not be the model's.
+            with torch.accelerator.device_index(self.device.index):
+                return dist.batch_isend_irecv(
+                    [
+                        dist.P2POp(dist.isend, sent, peer, group=self._group),
+                        dist.P2POp(dist.irecv, received, peer, group=self._group),
+                    ]
+                )
 
         start = launch if self._backend == "gloo" else launch_on_device
         return self._start("exchange", _nbytes(x), start, lambda: received, peer=peer).wait()
@@ -359,6 +364,10 @@ class DistributedComm(Comm):
         for channel in (self, *self._channels):
             if channel._mesh is not None:
                 channel._mesh.close()
+            if channel._backend != "gloo":
+                # Otherwise everything that the user still does on the device would wait for operations that never end.
+                with contextlib.suppress(RuntimeError):
+                    channel._whole.abort()
 
     def close(self) -> None:
         self._register.leave()

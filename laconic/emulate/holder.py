@@ -25,6 +25,8 @@ _ADDR_GEN_MODE_NONE = 1
 _TBF_HANDLE = 0x10000
 _TUNSETIFF = 0x400454CA
 _IFF_TUN_NO_PI = 0x1001
+# Without the script's folder in the path of imports, which has modules with common names; since Python 3.11.
+INTERPRETER = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 _TUN_QUEUE = 4096  # packets that the relay may be late to read
 
 
@@ -170,7 +172,7 @@ class RelayedFabric:
             relayed.append({**link, "descriptor": descriptor})
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "relay.py")
         self._relay = subprocess.Popen(
-            [sys.executable, "-P", script, json.dumps(relayed)],
+            [*INTERPRETER, script, json.dumps(relayed)],
             pass_fds=[link["descriptor"] for link in relayed],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -124,7 +124,7 @@ class Network:
         # A session of its own, so that Ctrl-C in the terminal does not end it before the workers. -P keeps Python from
         # importing other modules from laconic/emulate by accident.
         self._holder = subprocess.Popen(
-            [sys.executable, "-P", holder.__file__, str(os.getpid())],
+            [*holder.INTERPRETER, holder.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
