@@ -99,7 +99,7 @@ def time_axis(rows: list[dict[str, Any]]) -> Axis:
     ends = [row["x"] for row in {row["method"]: row for row in rows}.values()]
     log = max(ends) >= LOG_RATIO * min(ends) > 0
     shown = [row["x"] for row in rows if row["x"] > 0 or not log]
-    return axis("training time, copying models included, evaluation excluded", "seconds", shown, zero=True, log=log)
+    return axis("training time without evaluation", "seconds", shown, zero=True, log=log)
 
 
 def _metric_figure(

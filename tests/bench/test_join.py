@@ -104,7 +104,7 @@ def test_wrong_folders_and_files_are_reported_in_one_line(
         str(tmp_path / "none"): "has no runs.jsonl: give the --out folder",
         str(a / "runs.jsonl"): "is a file: give the --out folder",
         f"{a} {tmp_path / 'text'}": "several folders need --out",
-        f"{a} --targt 0.5": "laconic report has no option --targt",
+        f"{a} --targt 0.5": "laconic: report has no option --targt",
     }
     for line, message in expected.items():
         assert report(monkeypatch, line) == 2, line

@@ -170,7 +170,7 @@ def saved(browser: chromium.Chromium, page: chromium.Page, selector: str, path: 
     browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(path.parent))
     page.click(selector)
     deadline = time.monotonic() + chromium.TIMEOUT_SECONDS
-    while not path.exists():
+    while not (path.exists() and path.stat().st_size):  # it is there, and empty, before it is written
         assert time.monotonic() < deadline, f"the page did not save {path.name}; {page.problems()}"
         time.sleep(0.05)
     return path.read_bytes().decode()
