@@ -40,10 +40,15 @@ import laconic
 from laconic import topology
 from laconic.bench.run import Plan, run
 from laconic.bench.strategies import Contender, Reading, Session, parse_contender
+from laconic.comm.store import JobStore
 from laconic.comm.wire import Connector, WireError
 from laconic.emulate import hosts_behind
 from laconic.tasks import Task
 from laconic.tasks.fashion import Fashion
+
+
+def job_store(prefix: str) -> JobStore:
+    return JobStore(dist.distributed_c10d._get_default_store(), "the launcher", timeout=60.0).prefixed(prefix)
 
 
 def gossip_without_steps(
@@ -155,8 +160,7 @@ class Traffic:
     def join(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-        store = dist.PrefixStore("traffic", dist.distributed_c10d._get_default_store().clone())
-        wire = Connector(store, rank, timeout=60).connect(rank ^ 1)
+        wire = Connector(job_store("traffic"), rank, timeout=60).connect(rank ^ 1)
         sent = torch.zeros(sum(p.numel() for p in model.parameters()))
         received = torch.empty_like(sent)
 
@@ -334,8 +338,7 @@ def straggler(task: Task, steps: int, seeds: range, **_: Any) -> None:
 def bare_swap(numel: int) -> float:
     """Returns the CPU seconds of sending and receiving one vector between two workers, without any method."""
     dist.init_process_group("gloo")
-    store = dist.PrefixStore("swap", dist.distributed_c10d._get_default_store().clone())
-    wire = Connector(store, dist.get_rank(), timeout=60).connect(1 - dist.get_rank())
+    wire = Connector(job_store("swap"), dist.get_rank(), timeout=60).connect(1 - dist.get_rank())
     sent, received = torch.zeros(2, numel)
     swaps = 40
     for swap in range(swaps + 5):
