@@ -84,8 +84,9 @@ def speedup(lines: list[Line]) -> None:
             first = first or mean
             rates = "/".join(f"{1e3 * rate:g}" for rate in sorted({rate for _, rate in best}))
             cells.append(f"{mean:.0f} ({first / mean:.1f} ×; {rates})" if best else "–")
-        rows.append([method, *cells])
-    table(["method", *(f"{size} workers" for size in sizes)], rows)
+        if any(cell != "–" for cell in cells):
+            rows.append([method, *cells])
+    table(["method", "1 worker", *(f"{size} workers" for size in sizes[1:])], rows)
 
 
 def steps_to_target(line: Line) -> float:
