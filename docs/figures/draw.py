@@ -173,8 +173,9 @@ def diloco() -> str:
             if step and step % 2 == 0:
                 line.hidden(worker, step + 0.05, step + 0.9)
                 line.applied(worker, step + 1)
-    for step, name in ((2, "first half"), (4, "second half"), (6, "first half"), (8, "second half")):
+    for step, name in ((2, "first half"), (4, "second half"), (6, "first half")):
         line.note(step + 0.5, name)
+    line.note(9, "second half", "end")  # centred above its bar it would leave the figure
     return line.draw("compute", "hidden", "applied")
 
 
@@ -268,7 +269,7 @@ def scale() -> str:
         ("without, 2 exchanges a step", False, 2, "compute"),
         ("without, 1 exchange a step", False, 1, "wait"),
     ]
-    marks, y = [text(2, 14, "distance among workers after 500 of 1000 steps, iid data (simulated)", "bold")], 26.0
+    marks, y = [text(2, 14, "distance among workers at step 500 (iid data, simulated)", "bold")], 26.0
     for workers in (16, 32, 64):
         marks.append(text(2, y + 32, f"ring of {workers}"))
         for label, momentum, rate, kind in variants:
