@@ -63,8 +63,11 @@ def inline_figures(app: Sphinx, doctree: nodes.document, page: str) -> None:
 def show_equations(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Shows indented lines after an empty one, the equations in docstrings, as they are written."""
     for i in range(len(lines) - 1, 1, -1):
-        if lines[i].startswith("    ") and not lines[i - 1].strip() and lines[i - 2][:1].strip():
+        before = lines[i - 2]
+        if lines[i].startswith("    ") and not lines[i - 1].strip() and before[:1].strip() and not before.endswith("::"):
             lines[i:i] = ["::", ""]
+    if lines and what in ("property", "attribute") and ":" in lines[0]:
+        lines[:0] = ["..", ""]  # an empty comment: napoleon takes a first line "text: more" for "type: text"
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Comm(ABC):
             out: a contiguous tensor for the result; may be x itself.
 
         Returns:
-            The mean, bit-identical on all ranks: `out` if it was given, else a new tensor.
+            `out` if it was given, else a new tensor, with the mean, bit-identical on all ranks.
 
         Raises:
             FloatingPointError: on all ranks, if the mean is not finite; names the ranks whose x is not.
