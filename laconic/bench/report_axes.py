@@ -114,14 +114,16 @@ def log_ticks(low: float, high: float, size: float, wanted: int = 8) -> list[flo
     """Returns round numbers of the unit `size` between low and high, for a logarithmic axis.
 
     Example:
-        >>> log_ticks(0.5, 30, 1)
-        [0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0]
+        >>> log_ticks(0.5, 30, 1), log_ticks(240, 290, 1)
+        ([0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0], [240.0, 260.0, 280.0])
     """
     exponents = range(math.floor(math.log10(low / size)), math.ceil(math.log10(high / size)) + 1)
     ticks: list[float] = []
     for mantissas in ((1, 1.5, 2, 3, 5, 7), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         ticks = [float(f"{m * 10.0**e * size:.12g}") for e in exponents for m in mantissas]
         ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) < 2:
+            return linear_ticks(low, high, size, wanted=4)
         if len(ticks) <= wanted:
             return ticks
     return ticks[:: math.ceil(len(ticks) / wanted)]
