@@ -15,9 +15,9 @@ VARIANTS = ((True, 1), (False, 1), (False, 2))
 
 
 def spread(values: list[float], form: str) -> str:
-    """Returns the mean, and the least and greatest value if there are several."""
+    """Returns the mean, and half the range of the values if there are several."""
     mean = format(sum(values) / len(values), form)
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} – {max(values):{form}})"
+    return mean if len(values) == 1 else f"{mean} ± {(max(values) - min(values)) / 2:{form}}"
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
