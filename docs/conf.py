@@ -64,7 +64,8 @@ def show_equations(app: Sphinx, what: str, name: str, obj: Any, options: Any, li
     """Shows indented lines after an empty one, the equations in docstrings, as they are written."""
     for i in range(len(lines) - 1, 1, -1):
         before = lines[i - 2]
-        if lines[i].startswith("    ") and not lines[i - 1].strip() and before[:1].strip() and not before.endswith("::"):
+        is_text = before[:1].strip() and not before.endswith("::")
+        if lines[i].startswith("    ") and not lines[i - 1].strip() and is_text:
             lines[i:i] = ["::", ""]
     if lines and what in ("property", "attribute") and ":" in lines[0]:
         lines[:0] = ["..", ""]  # an empty comment: napoleon takes a first line "text: more" for "type: text"
