@@ -55,7 +55,7 @@ class Vector(nn.Module):
 
 
 def take_turn(method: str, numel: int, pause: float) -> tuple[float, float, float]:
-    """Returns the seconds of a step, how many of them it waits, and the seconds of the method's own work."""
+    """Returns the seconds of a step, how many of them it waits, and the seconds of the method's overhead."""
     model = Vector(numel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with parse_contender(method).strategy.join(model, optimizer) as session:
@@ -108,7 +108,7 @@ def simulate(method: str, workers: int, link: str, compute: float) -> float:
 def table() -> None:
     """Prints emulated milliseconds, and by how much the simulated ones differ. Short waits are in brackets.
 
-    A simulated step computes as long as an emulated one: the pause, and what was measured of the method's own work.
+    A simulated step computes as long as an emulated one: the pause, and what was measured of the method's overhead.
     """
     lines = [json.loads(text) for text in RECORD.read_text().splitlines()]
     print("| link | workers | " + " | ".join(method.split("+")[0] for method in METHODS) + " |")
