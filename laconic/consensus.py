@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from laconic.comm import Comm
+from laconic.comm.coded_mean import CodedMean, block_of, split
 from laconic.flat import FlatParameters
+from laconic.method import DIFFERENCE
 
 
 @torch.no_grad()
@@ -44,6 +48,40 @@ def average_model(
     for buffer in model.buffers():
         if not buffer.is_floating_point():
             buffer.copy_(comm.broadcast(buffer, root=trainers[0]))
+
+
+@torch.no_grad()
+def average_near(comm: Comm, x: Tensor, reference: Tensor, step: int) -> None:
+    """Replaces x by its mean over all ranks, up to rounding x − reference to 4 bits; bit-identical on all ranks.
+
+    Args:
+        comm: the channel to average over.
+        x: the parameters (d).
+        reference: a vector near x that is bit-identical on all ranks (d).
+        step: the training step, for error messages.
+
+    Raises:
+        FloatingPointError: x is not finite on some rank, which the message names; on every rank.
+    """
+    parts = split(0, x.numel(), range(comm.size), unit=block_of(DIFFERENCE))
+    mean = CodedMean(comm, parts, DIFFERENCE, name="difference to the agreed model")
+    x.copy_(reference + mean.average(x - reference, step=step))
+
+
+def mean_near(of_ranks: Sequence[Tensor], reference: Tensor) -> Tensor:
+    """Returns what `average_near` makes of the parameters of all ranks, with the same bits, in one process.
+
+    >>> mean_near([torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0])], reference=torch.tensor([1.0, 2.5]))
+    tensor([1.0000, 3.0000])
+    """
+
+    def quantized(vector: Tensor) -> Tensor:
+        return DIFFERENCE.decode(DIFFERENCE.encode(vector), vector.numel())
+
+    total = torch.zeros_like(reference)
+    for x in of_ranks:
+        total += quantized(x - reference)
+    return reference + quantized(total.div_(len(of_ranks)))
 
 
 @torch.no_grad()

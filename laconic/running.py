@@ -16,7 +16,7 @@ from laconic.agreement import Fingerprint, fingerprint, require_agreement
 from laconic.changes import Changes
 from laconic.comm import Comm, connect, expected_size
 from laconic.comm.finite import is_finite
-from laconic.consensus import average_model, copy_from_rank_0
+from laconic.consensus import average_model, average_near, copy_from_rank_0
 from laconic.flat import FlatParameters
 from laconic.join import Join, copy_training_state
 from laconic.method import Method, Replica, fresh
@@ -291,7 +291,9 @@ class RunningReplica(FlatReplica):
         trainers = self._trainers()
         return len(self.comm.members) / len(trainers) if self.rank in trainers else 0.0
 
-    def _average_model(self, is_equal: bool) -> None:
+    def _average_model(self, is_equal: bool, *, exact: bool = True) -> None:
+        """Averages the models. Unless `exact`, differences to the method's reference are quantized, if it has one."""
+        reference = None if exact or is_equal else self.method.reference()
         tensors = [self.x, *self.model.buffers()]
         local = [tensor.clone() for tensor in tensors] if self.comm.can_lose_members else []
 
@@ -299,14 +301,16 @@ class RunningReplica(FlatReplica):
             for tensor, value in zip(tensors, local, strict=False):
                 tensor.copy_(value)  # in case an attempt has failed
             if self._slice is not None and not is_equal:
-                self._slice.average()
+                self._slice.average(reference)
+            elif reference is not None:
+                average_near(self._control, self.x, reference, self.step)
             average_model(
                 self._control,
                 self.model,
                 self.x,
                 self._trainers(),
                 self._weight(),
-                is_equal=is_equal or self._slice is not None,
+                is_equal=is_equal or self._slice is not None or reference is not None,
             )
 
         with torch.no_grad():

@@ -21,7 +21,7 @@ class SavingReplica(RunningReplica):
     _known_checkpoints: dict[Path, int]
 
     @abstractmethod
-    def consensus(self) -> AbstractContextManager[nn.Module]:
+    def consensus(self, *, exact: bool = False) -> AbstractContextManager[nn.Module]:
         """See `laconic.Worker.consensus`."""
 
     def save(self, directory: str | Path, extra: dict[str, Any] | None = None, *, keep: int = 2) -> None:
@@ -88,7 +88,7 @@ class SavingReplica(RunningReplica):
         ['bias', 'weight']
         """
         self._require_running("export()")
-        with self.consensus():
+        with self.consensus(exact=True):
             checkpoint.export(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:

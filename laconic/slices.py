@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from laconic.comm.coded_mean import split
 from laconic.comm.subset import SubsetComm
+from laconic.consensus import average_near
 from laconic.flat import FlatParameters
 from laconic.method import Method
 from laconic.nodes import Node
@@ -156,9 +157,12 @@ class NodeSlice:
         if self._gathers:
             self.gather(self._flat.x)
 
-    def average(self) -> None:
-        """Replaces x by its mean over all nodes, bit-identical on all ranks."""
-        self._node.control.mean(self.x, out=self.x)
+    def average(self, reference: Tensor | None) -> None:
+        """Replaces x by its mean over all nodes, bit-identical on all ranks. `reference`: as in `average_near`."""
+        if reference is None:
+            self._node.control.mean(self.x, out=self.x)
+        else:
+            average_near(self._node.control, self.x, reference, self.step)
         self.gather(self._flat.x)
 
     def gather(self, vector: Tensor) -> None:

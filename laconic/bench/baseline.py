@@ -40,7 +40,7 @@ class Baseline:
         ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
         session = self.wrap(model, optimizer, 4 * d * ring)
         if self.apart:
-            session.average = partial(average_models, model)
+            session.average = partial(average_models, model, 4 * d * ring)
         yield session
         dist.barrier()
 
@@ -55,9 +55,10 @@ class Baseline:
         raise NotImplementedError
 
 
-def average_models(model: nn.Module) -> None:
-    """Computes the mean of all workers' parameters, with one all-reduce. The model is not changed."""
+def average_models(model: nn.Module, nbytes: float) -> float:
+    """Computes the mean of all workers' parameters, with one all-reduce of so many bytes. The model is not changed."""
     dist.all_reduce(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return nbytes
 
 
 def count_payload(optimizer: torch.optim.Optimizer, nbytes_of_step: Callable[[int], float]) -> Callable[[], Reading]:

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 import laconic
 from laconic import kernels
+from laconic.bench.copies import averaged_models, write_copies
 from laconic.bench.record import Point, Record, StepTime, mean_step_time
 from laconic.bench.simulated import run_simulated
 from laconic.bench.strategies import Contender, Reading
@@ -109,6 +109,7 @@ class WorkerReport:
     steps: range
     peak_memory_nbytes: int
     average_seconds: float | None = None  # to average all models once, at the end
+    average_nbytes: float = 0.0  # that this worker sent for it
 
 
 def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Record:
@@ -135,7 +136,22 @@ def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Recor
             record.status, record.reason = "failed", str(failure)
             return record
         _add_costs(record, reports)
-        _add_evaluations(record, contender, plan, reports, Path(folder))
+        averages = contender.strategy.averages
+        models = averaged_models(plan.task.build_model(), Path(folder), plan.workers if averages else 1)
+        for i, (step, _) in enumerate(reports[0].losses):
+            model, differs = models(step)
+            nics = [worker.nic_nbytes[i] for worker in reports]
+            record.points.append(
+                Point(
+                    step=step,
+                    seconds=max(worker.seconds[i] for worker in reports),
+                    payload_nbytes=_mean([sum(worker.readings[i].payload_nbytes.values()) for worker in reports]),
+                    nic_nbytes=None if None in nics else _mean([float(nic or 0) for nic in nics]),
+                    values=plan.task.evaluate(model),
+                    method_metrics=reports[0].readings[i].metrics,
+                    differs=differs and record.average_nbytes > 0,
+                )
+            )
     return record
 
 
@@ -184,7 +200,7 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 nic = _nic_nbytes(interface)
                 report.nic_nbytes.append(None if nic is None or nic_start is None else nic - nic_start)
                 report.losses.append((done, loss.item()))
-                write_copy(model, folder / f"{rank}-{done}")
+                write_copies(folder, done, rank, model, session.reference())
             if display is not None:
                 display[:] = (done, loss.item(), sum(session.read().payload_nbytes.values()), plan.steps)
             if plan.checkpoint and session.worker and (done == plan.steps or _is_due(done, plan.save_every)):
@@ -194,8 +210,13 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 session.worker.save(plan.checkpoint, extra)
         report.peak_memory_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if contender.strategy.averages and session.average is not None:
+            worker = session.worker
+            if worker is not None and worker.method.common(worker.seen) == "x":
+                # After a round all models are equal, and averaging them costs nothing; after one more step it does.
+                plan.task.backward(session.module, shard, plan.steps)
+                session.optimizer.step()
             start_seconds = now()
-            session.average()
+            report.average_nbytes = session.average()
             report.average_seconds = now() - start_seconds
     return report
 
@@ -232,22 +253,6 @@ def evaluated_steps(start: int, steps: int, evaluations: int) -> list[int]:
     """
     number = min(evaluations, steps - start)
     return sorted({start + round((steps - start) * (i + 1) / number) for i in range(number)})
-
-
-def write_copy(model: nn.Module, path: Path) -> None:
-    """Writes the model's state as plain bytes: a few milliseconds for a million parameters, which are on the clock."""
-    with path.open("wb") as file:
-        for value in model.state_dict().values():
-            file.write(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def read_copy(model: nn.Module, path: Path) -> list[Tensor]:
-    """Returns the tensors that `write_copy` wrote for a model with the same state."""
-    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-    state = model.state_dict().values()
-    sizes = [value.numel() * value.element_size() for value in state]
-    parts = data.split(sizes)  # type: ignore[no-untyped-call]
-    return [part.clone().view(value.dtype).view(value.shape) for part, value in zip(parts, state, strict=True)]
 
 
 def _is_due(step: int, every: int | None) -> bool:
@@ -322,7 +327,7 @@ def _add_costs(record: Record, reports: list[WorkerReport]) -> None:
     if averages:
         # The others also wait for the last worker to arrive, which training did not.
         record.average_seconds = min(averages)
-        record.average_nbytes = 2 * (record.workers - 1) / record.workers * 4 * record.parameters
+        record.average_nbytes = _mean([worker.average_nbytes for worker in reports])
 
 
 def _step_time(worker: WorkerReport, steady: int) -> StepTime:
@@ -334,36 +339,6 @@ def _step_time(worker: WorkerReport, steady: int) -> StepTime:
     waiting = (end.waiting_seconds - (begin.waiting_seconds or 0)) / steady
     overhead = (end.method_seconds - (begin.method_seconds or 0)) / steady - waiting
     return StepTime(total, total - waiting - overhead, waiting, overhead)
-
-
-def _add_evaluations(
-    record: Record, contender: Contender, plan: Plan, reports: list[WorkerReport], folder: Path
-) -> None:
-    """Evaluates the saved copies, averaged over workers if the strategy says so, and adds the points to the record."""
-    model = plan.task.build_model()
-    state = model.state_dict()
-    parameters = {name for name, _ in model.named_parameters()}
-    has_cost = record.average_nbytes > 0
-    for i, (step, _) in enumerate(reports[0].losses):
-        ranks = range(plan.workers if contender.strategy.averages else 1)
-        copies = [read_copy(model, folder / f"{rank}-{step}") for rank in ranks]
-        differs = False
-        for name, target, *values in zip(state, state.values(), *copies, strict=True):
-            differs |= has_cost and name in parameters and not all(torch.equal(value, values[0]) for value in values)
-            mean = torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0]
-            target.copy_(mean)
-        nics = [worker.nic_nbytes[i] for worker in reports]
-        record.points.append(
-            Point(
-                step=step,
-                seconds=max(worker.seconds[i] for worker in reports),
-                payload_nbytes=_mean([sum(worker.readings[i].payload_nbytes.values()) for worker in reports]),
-                nic_nbytes=None if None in nics else _mean([float(nic or 0) for nic in nics]),
-                values=plan.task.evaluate(model),
-                method_metrics=reports[0].readings[i].metrics,
-                differs=differs,
-            )
-        )
 
 
 def _mean(values: list[float]) -> float:

@@ -50,15 +50,17 @@ class Session:
         optimizer: Its optimizer.
         read: Reads what was measured so far.
         worker: The worker, if the strategy is a method of laconic.
-        average: Averages the models of all workers once, as a user would at the end of the training; all ranks call it.
-            None: the cost of that is not measured.
+        average: Averages the models of all workers once, as a user would to evaluate them; all ranks call it. Returns
+            the bytes that this worker has sent for it. None: the cost of that is not measured.
+        reference: Returns the vector to which that average sends quantized differences, if there is one.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     read: Callable[[], Reading]
     worker: Worker | None = None
-    average: Callable[[], None] | None = None
+    average: Callable[[], float] | None = None
+    reference: Callable[[], torch.Tensor | None] = lambda: None
 
 
 class Strategy(Protocol):
@@ -96,11 +98,12 @@ class MethodStrategy:
                 payload = {channel: float(total.nbytes(channel)) for channel in sorted(channels)}
                 return Reading(payload, total.waited, total.method_seconds, worker.method.metrics())
 
-            def average() -> None:
+            def average() -> float:
+                before = worker.meter.total.nbytes("control")
                 with worker.consensus():
-                    pass
+                    return float(worker.meter.total.nbytes("control") - before)
 
-            yield Session(model, optimizer, read, worker, average)
+            yield Session(model, optimizer, read, worker, average, worker.method.reference)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,17 @@ from laconic.comm.coded_mean import CodedMean, Part, PlainMean, block_of, split
 from laconic.comm.saved_mean import average_saved
 from laconic.compress import Compressor, bits_per_entry
 from laconic.forms import Choice, Each, Form, Maybe, Real, Whole
-from laconic.method import Method, Replica, check_choice, check_count, check_number, mean_of, state
+from laconic.method import (
+    DIFFERENCE,
+    Method,
+    Replica,
+    check_choice,
+    check_count,
+    check_number,
+    kernels_of,
+    mean_of,
+    state,
+)
 from laconic.methods.averaging import Moments, check_compressor, squared_norm
 from laconic.methods.flight import Flight
 
@@ -113,7 +123,9 @@ class DiLoCo(Method):
         check_compressor(self.compressor)
 
     def kernels(self, numel: int, workers: int) -> set[str]:
-        return super().kernels(numel, workers) if workers > 1 else set()
+        if workers == 1 or self.compressor is None:
+            return set()
+        return kernels_of(self.compressor, DIFFERENCE)
 
     def setup(self, worker: Replica) -> None:
         comm, d = worker.comm, worker.x.numel()
@@ -196,7 +208,7 @@ class DiLoCo(Method):
         """Waits for the messages that are due, and applies the averages that have arrived."""
         flights, self._flights = self._flights, []
         for flight in flights:
-            if flight.due <= step and flight.hops_left(self._hops):
+            if flight.due <= step and flight.has_hops_left:
                 flight.answer()
                 flight.due += self.delay - self._first_wait
             if flight.due > step:
@@ -245,6 +257,9 @@ class DiLoCo(Method):
     def common(self, worker: Replica) -> Literal["nothing", "x"]:
         is_whole = self.fragments == 1 and self.delay == 0 and self._alpha == 0
         return "x" if is_whole and worker.step and worker.step % self.period == 0 else "nothing"
+
+    def reference(self) -> Tensor | None:
+        return None if self.compressor is None else self.theta
 
     def unsliceable(self) -> str | None:
         return None if self.moments == "local" else 'it averages parts of the optimizer\'s state; set moments="local"'

@@ -23,8 +23,9 @@ class Flight:
     transfers: list[Transfer]
     answered: int = 0
 
-    def hops_left(self, hops: int) -> bool:
-        return self.answered < hops - 1
+    @property
+    def has_hops_left(self) -> bool:
+        return self.answered < self.means[0].hops - 1
 
     def answer(self) -> None:
         self.answered += 1

@@ -18,8 +18,9 @@ import torch
 
 import laconic
 from laconic.bench.compare import _infer_baseline_waiting, compare, prepare_folder
+from laconic.bench.copies import read_tensors, write_tensors
 from laconic.bench.record import Point, Record, RunsFile, StepTime
-from laconic.bench.run import Plan, evaluated_steps, read_copy, run, write_copy
+from laconic.bench.run import Plan, evaluated_steps, run
 from laconic.bench.strategies import Contender, installed_strategies, parse_contender
 from laconic.bench.table import table
 from laconic.compress import Sign
@@ -129,8 +130,9 @@ def test_the_clock_does_not_stop_while_copies_for_evaluations_are_written() -> N
 
 def test_copies_of_models_are_exact(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1).bfloat16())
-    write_copy(model, tmp_path / "copy")
-    for value, copy in zip(model.state_dict().values(), read_copy(model, tmp_path / "copy"), strict=True):
+    state = list(model.state_dict().values())
+    write_tensors(tmp_path / "copy", state)
+    for value, copy in zip(state, read_tensors(tmp_path / "copy", state), strict=True):
         assert (copy.dtype, copy.shape) == (value.dtype, value.shape)
         assert torch.equal(copy, value)
 

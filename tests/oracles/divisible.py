@@ -29,8 +29,9 @@ class Settings:
     delay: int = 1
     hops: int = 1
     corrected: bool = False
-    # By step: the period, the delay and whether there is a foreground, from the end of that step on (with one hop).
-    changes: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
+    # By step: the period, the delay, the hops and whether there is a foreground, from the end of that step on. Until then
+    # there was one hop.
+    changes: dict[int, tuple[int, int, int, bool]] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,7 +64,7 @@ def divisible(
     settings: Settings,
     schedule: Schedule | None = None,
 ) -> Path:
-    n, ratio, period, delay = workers, settings.ratio, settings.period, settings.delay
+    n, ratio, period, delay, hops = workers, settings.ratio, settings.period, settings.delay, settings.hops
     models = [build() for _ in range(n)]
     optimizers = [optimize(model) for model in models]
     x_hat = flat(models[0])
@@ -131,7 +132,7 @@ def divisible(
         skipped = not has_foreground or any(overlap(block, flight.entries) for flight in flights)
         own = unsent(block)
         for flight in [flight for flight in flights if flight.due == step]:
-            if settings.hops == 2 and not flight.averages:
+            if hops == 2 and not flight.averages:
                 answer(flight)
             else:
                 land(flight)
@@ -158,8 +159,8 @@ def divisible(
             next_entry = piece.stop % d
         path.background.append(len(piece) if sends else 0)
         if step in settings.changes:
-            old, (period, delay, has_foreground) = (period, delay), settings.changes[step]
-            if (period, delay) != old:  # everything in flight is applied, and a new sweep begins
+            old, (period, delay, hops, has_foreground) = (period, delay, hops), settings.changes[step]
+            if (period, delay, hops) != old:  # everything in flight is applied, and a new sweep begins
                 next_entry = 0
                 while flights:
                     land(flights.pop(0))
@@ -170,7 +171,7 @@ def divisible(
 
     while flights:
         for flight in list(flights):
-            if settings.hops == 2 and not flight.averages:
+            if hops == 2 and not flight.averages:
                 answer(flight)
             else:
                 land(flight)

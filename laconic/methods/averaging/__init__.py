@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic.comm.coded_mean import CodedMean, split
 from laconic.compress import Compressor, bits_per_entry
 from laconic.forms import Choice, Form, Maybe, Real, Whole
-from laconic.method import Method, Replica, state
+from laconic.method import DIFFERENCE, Method, Replica, kernels_of, state
 from laconic.methods.averaging.anchor import LARGE, make_anchor, move_anchor, squared_distance
 
 Moments = Literal["local", "averaged"]
@@ -50,9 +50,10 @@ class Averaging(Method):
     owner_residual: Tensor | None = state(merge="method")
 
     def kernels(self, numel: int, workers: int) -> set[str]:
-        if self.settings().get("compressor") is None:
+        compressor = self.settings().get("compressor")
+        if compressor is None:
             return {"anchor"} if numel >= LARGE else set()
-        return super().kernels(numel, workers) if workers > 1 else set()
+        return kernels_of(compressor, DIFFERENCE) if workers > 1 else set()
 
     def prepare(self, worker: Replica, compressor: Compressor | None) -> None:
         """Allocates the state; called in `setup`."""
@@ -179,6 +180,9 @@ class Averaging(Method):
 
     def common(self, worker: Replica) -> Literal["nothing", "x"]:
         return "x" if self.rounds and self.steps_since_round == 0 else "nothing"
+
+    def reference(self) -> Tensor | None:
+        return None if self.residual is None else self.anchor
 
     def unsliceable(self) -> None:
         return None

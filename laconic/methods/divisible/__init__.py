@@ -20,7 +20,7 @@ from torch import Tensor
 from laconic.comm import Comm
 from laconic.compress import Compressor, Log, Pick, Uniform, bits_per_entry
 from laconic.forms import Form
-from laconic.method import Method, Replica, check_choice, check_count, check_flag, kernels_of, state
+from laconic.method import DIFFERENCE, Method, Replica, check_choice, check_count, check_flag, kernels_of, state
 from laconic.methods.divisible import saved as saved_state
 from laconic.methods.divisible.averages import FOREGROUND, BackgroundAverages, ForegroundAverages
 from laconic.methods.divisible.correction import Correction
@@ -35,11 +35,12 @@ from laconic.methods.flight import Flight
 QUANTIZERS = (Uniform(4), Pick(7))
 GRADIENT = Log(4)  # of the correction: gradients spread over powers of ten, where Adam's moves are of one size
 # Up to this many workers, quantized messages go from all to all (one hop) by default. Two hops send fewer bytes from
-# three workers on, but apply an average a `delay` later and quantize it twice.
+# three workers on, but apply an average a `delay` later and quantize it twice: "auto" takes them where one hop would
+# need a period above the usual one.
 FEW = 4
-# The periods with which "auto" starts; it takes a shorter one where that costs little computing. On non-iid data fresh
-# averages are worth more, and fp32 needs no computing.
-FIRST_PERIOD, FIRST_PERIOD_CORRECTED = 4, 2
+# The periods of "auto" on a link that is fast enough; it takes a shorter one where that costs little computing. On
+# non-iid data fresh averages are worth more, and fp32 needs no computing.
+USUAL_PERIOD, USUAL_PERIOD_CORRECTED = 4, 2
 SMOOTHING = 0.9  # of the metric `waiting`, from step to step
 
 
@@ -63,9 +64,9 @@ class Divisible(Method):
 
     Args:
         ratio: R; the foreground message has ⌈d/R⌉ entries. It hardly changes the result (docs).
-        period: H, the number of steps in which the background sends every entry once. "auto" starts with 4 (2 with
-            `corrected` or fp32), measures computing and the link, and takes the shortest period that stays hidden; one
-            shorter than the first only if its quantizing costs at most 5 % of computing. None: no background.
+        period: H, the number of steps in which the background sends every entry once. "auto" measures computing and
+            the link, and takes 4 (2 with `corrected` or fp32), a longer period if the link needs it, or a shorter one
+            if its quantizing costs at most 5 % of computing. None: no background.
         background: a compressor for the background, or None for fp32. "auto": `Uniform(4)`; if the period is "auto" too
             and the link is too slow for it, `Pick(7)`.
         corrected: adds the difference between the mean gradient and the local gradient, as last known, to local
@@ -74,7 +75,8 @@ class Divisible(Method):
         delay: steps from sending a background message to applying it. "auto" starts with 1 and, if `period` is "auto"
             too, takes the fewest in which a message arrives, as measured.
         hops: 1: quantized messages go from all to all; 2: through owners, with fewer bytes from three workers on.
-            None: 1 for up to four workers, else 2.
+            None: 1 for up to four workers, else 2; if the period is "auto", three or four workers also take 2 where
+            the link would need a period above 4.
 
     Bytes per step and worker: foreground (n−1)·code₈(⌈d/R⌉) with one hop, else 2(n−1)/n · 4⌈d/R⌉; background, one hop,
     (n−1)·code(d)/H, two hops 2(n−1)/n · code(d)/H, in fp32 2(n−1)/n · 4d/H.
@@ -137,10 +139,10 @@ class Divisible(Method):
             return found
         moves, *gradients = self._codes()
         if self.period is None:
-            return found | kernels_of(FOREGROUND)
+            return found | kernels_of(FOREGROUND, DIFFERENCE)
         if self.period != "auto":
             moves = moves[:1]  # only a measured pace changes the quantizer
-        return found | kernels_of(FOREGROUND, *moves, *(code for codes in gradients for code in codes))
+        return found | kernels_of(FOREGROUND, DIFFERENCE, *moves, *(code for codes in gradients for code in codes))
 
     def setup(self, worker: Replica) -> None:
         comm = worker.comm
@@ -149,42 +151,61 @@ class Divisible(Method):
         self._pace: Pace | None = None
         self._stretch: Stretch | None = None
         self._correction: Correction | None = None
-        self._hops, self._sends = 1, False  # _sends: whether there is a background
+        self._sends = False  # whether there is a background
         self._left: float | None = None  # when the last step was over
+        self._hop_choices = self._find_hop_choices(comm.size)
         if comm.size == 1:
             return
         self._watch = DifferenceWatch(comm.rank)
-        self._hops = 1 if self.background is None else self.hops or (1 if comm.size <= FEW else 2)
-        quantized = self._hops == 1 and self.background is not None
-        self._foreground = ForegroundAverages(comm, is_quantized=quantized)
+        is_quantized = self._hop_choices[0] == 1 and self.background is not None
+        self._foreground = ForegroundAverages(comm, is_quantized=is_quantized)
         if any(map(is_adam, worker.optimizers)):
             self._stretch = Stretch(worker)
         if self.period is None:
             return
         self._sends = True
-        if self._hops == 2:
+        has_owners = 2 in self._hop_choices
+        if has_owners:
             self.owner_residual = torch.zeros_like(self.x_hat)
         if self.corrected:
-            self._correction = Correction(worker, self._hops)
+            self._correction = Correction(worker, has_owners=has_owners)
         residuals = [self.owner_residual, self._correction.owner_residual if self._correction else None]
         self._channel = comm.channel("background")
-        self._background = BackgroundAverages(self._channel, self._hops, residuals)
+        self._background = BackgroundAverages(self._channel, residuals)
         if self.period == "auto":
             # The longest slice of the node: all ranks must come to the same decisions.
             d = int(max(numel for (numel,) in worker.gather_slices([worker.x.numel()])))
-            sizes = [4.0 * d if code is None else float(code.nbytes(d)) for code in self._codes()[0]]
+            codes = [4.0 * d if code is None else float(code.nbytes(d)) for code in self._codes()[0]]
+            vectors = {1: comm.size - 1, 2: 2 * (comm.size - 1) / comm.size}  # that a worker sends in a sweep
+            sizes = {hops: [vectors[hops] * code for code in codes] for hops in self._hop_choices}
             is_short = self.background is None or self.corrected
-            first = FIRST_PERIOD_CORRECTED if is_short else FIRST_PERIOD
+            usual = USUAL_PERIOD_CORRECTED if is_short else USUAL_PERIOD
+            block = -(-d // self.ratio)
+            foreground = vectors[1] * FOREGROUND.nbytes(block) if is_quantized else vectors[2] * 4 * block
             self._pace = Pace(
-                comm, self._hops, self._delays, first, self.max_period, sizes, worker.x.device, worker.gather_slices
+                comm, self._delays, usual, self.max_period, sizes, foreground, worker.x.device, worker.gather_slices
             )
+
+    def _find_hop_choices(self, workers: int) -> tuple[int, ...]:
+        """Returns the hops that messages may take, those with which training starts first."""
+        if self.background is None or workers == 1:
+            return (1,)
+        if self.hops is not None:
+            return (self.hops,)
+        if workers > FEW:
+            return (2,)
+        return (1, 2) if self.period == "auto" and workers > 2 else (1,)
+
+    @property
+    def _hops(self) -> int:
+        return self._hop_choices[0] if self._pace is None else self._pace.hops
 
     @property
     def _delays(self) -> range:
         """The delays to choose from."""
         if self.delay != "auto":
             return range(self.delay, self.delay + 1)
-        return range(1, 1 + (max(1, self.max_period // self._hops) if self.period == "auto" else 1))
+        return range(1, 1 + (max(1, self.max_period // max(self._hop_choices)) if self.period == "auto" else 1))
 
     @property
     def _delay(self) -> int:
@@ -227,6 +248,9 @@ class Divisible(Method):
         working = time_work(comm, self._timed_device(worker), lambda: self._apply_due(worker, worker.step))
         self._finish_foreground(worker, foreground)
         if self.period is not None and not any(overlap(piece, flight.piece) for flight in self._flights):
+            if waits is not None:
+                for flight in self._flights:
+                    flight.wait()  # answers on the way would slow down the message that is timed
             working += time_work(comm, self._timed_device(worker), lambda: self._send(worker, piece))
             if waits is not None:
                 self._measure(worker, computed, waits, working)
@@ -261,7 +285,7 @@ class Divisible(Method):
         if self._correction is not None:
             vectors.append(self._correction.take(piece, worker.step))
             codes.append(None if self.background is None else GRADIENT)
-        means = [self._background.get(piece, code, is_move=i == 0) for i, code in enumerate(codes)]
+        means = [self._background.get(piece, code, self._hops, is_move=i == 0) for i, code in enumerate(codes)]
         transfers = [
             mean.send(vector, step=worker.step, counted=worker.counted)
             for mean, vector in zip(means, vectors, strict=True)
@@ -273,7 +297,7 @@ class Divisible(Method):
         for flight in flights:
             if flight.due > step:
                 self._flights.append(flight)
-            elif flight.hops_left(self._hops):
+            elif flight.has_hops_left:
                 flight.answer()
                 flight.due += self._delay
                 self._flights.append(flight)
@@ -309,6 +333,9 @@ class Divisible(Method):
     def common(self, worker: Replica) -> Literal["step"]:
         return "step"
 
+    def reference(self) -> Tensor | None:
+        return None if self.background is None else self.x_hat
+
     def unsliceable(self) -> None:
         return None
 
@@ -328,9 +355,9 @@ class Divisible(Method):
     def _time_empty(self, worker: Replica) -> tuple[float, float]:
         """Returns the seconds of an empty message of the foreground, which waits for the slowest worker too, and then
         of one of the background."""
-        device, quantized = worker.x.device, self.background is not None
-        waiting = time_empty(worker.comm, device, is_quantized=quantized and self._hops == 1)
-        return waiting, time_empty(self._channel, device, is_quantized=quantized)
+        device = worker.x.device
+        waiting = time_empty(worker.comm, device, is_quantized=self._foreground.is_quantized)
+        return waiting, time_empty(self._channel, device, is_quantized=self.background is not None)
 
     def _measure(self, worker: Replica, computed: float, waits: tuple[float, float], working: float) -> None:
         """Waits for the messages just sent, to see how long they take. They are applied when they are due."""
@@ -355,13 +382,14 @@ class Divisible(Method):
             self._correction.restart(worker.step)
 
     def metrics(self) -> dict[str, float]:
-        """Returns `period`; `delay`; `bits` per entry of the background; `foreground`, 1 or 0; `backlog`, pieces in
-        flight; `waiting`, the share of a step's time; with Adam `stretch`, the mean of ρ."""
+        """Returns `period`; `delay`; `hops`; `bits` per entry of the background; `foreground`, 1 or 0; `backlog`, the
+        pieces in flight; `waiting`, the share of a step's time; with Adam `stretch`, the mean of ρ."""
         code = self._code
         bits = 32.0 if code is None else bits_per_entry(code)
         found = {
             "period": float(self._period),
             "delay": float(self._delay),
+            "hops": float(self._hops),
             "bits": bits if self.period is not None else 0.0,
             "foreground": float(self._pace is None or self._pace.has_foreground),
             "backlog": float(len(self._flights)),

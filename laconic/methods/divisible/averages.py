@@ -19,11 +19,11 @@ class ForegroundAverages:
     """
 
     def __init__(self, comm: Comm, *, is_quantized: bool) -> None:
-        self._comm, self._is_quantized = comm, is_quantized
+        self._comm, self.is_quantized = comm, is_quantized
         self._made: dict[int, GatheredMean | PlainMean] = {}
 
     def get(self, numel: int) -> GatheredMean | PlainMean:
-        if numel not in self._made and self._is_quantized:
+        if numel not in self._made and self.is_quantized:
             self._made[numel] = GatheredMean(self._comm, 0, numel, FOREGROUND, name="move")
         elif numel not in self._made:
             self._made[numel] = PlainMean(self._comm, numel)
@@ -34,26 +34,26 @@ class BackgroundAverages:
     """Averages of a piece of moves or of gradients. A sweep repeats its pieces.
 
     Args:
-        hops: 1: from all to all; 2: through owners.
-        residuals: with two hops, what this rank, as an owner, has not passed on: of moves and, if they travel, of
+        residuals: for two hops, what this rank, as an owner, has not passed on: of moves and, if they travel, of
             gradients.
     """
 
-    def __init__(self, channel: Comm, hops: int, residuals: list[Tensor | None]) -> None:
-        self._channel, self._hops, self._residuals = channel, hops, residuals
-        self._made: dict[tuple[int, int, Compressor | None, bool], CodedMean | PlainMean] = {}
+    def __init__(self, channel: Comm, residuals: list[Tensor | None]) -> None:
+        self._channel, self._residuals = channel, residuals
+        self._made: dict[tuple[int, int, Compressor | None, int, bool], CodedMean | PlainMean] = {}
 
-    def get(self, piece: slice, code: Compressor | None, *, is_move: bool) -> CodedMean | PlainMean:
-        key = (piece.start, piece.stop, code, is_move)
+    def get(self, piece: slice, code: Compressor | None, hops: int, *, is_move: bool) -> CodedMean | PlainMean:
+        """Returns the average of a piece; with one hop messages go from all to all, with two through owners."""
+        key = (piece.start, piece.stop, code, hops, is_move)
         if key not in self._made:
-            self._made[key] = self.make(piece, code, is_move=is_move)
+            self._made[key] = self.make(piece, code, hops, is_move=is_move)
         return self._made[key]
 
-    def make(self, piece: slice, code: Compressor | None, *, is_move: bool) -> CodedMean | PlainMean:
+    def make(self, piece: slice, code: Compressor | None, hops: int, *, is_move: bool) -> CodedMean | PlainMean:
         name = "move" if is_move else "gradient"
         if code is None:
             return PlainMean(self._channel, piece.stop - piece.start)
-        if self._hops == 1:
+        if hops == 1:
             return GatheredMean(self._channel, piece.start, piece.stop, code, name=name)
         parts = split(piece.start, piece.stop, range(self._channel.size), unit=block_of(code))
         mine = parts[self._channel.rank]

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.forms import Choice, Each, Fields, Form, Row, Whole, form_of
+from laconic.forms import Choice, Each, Fields, Form, Maybe, Row, Whole, form_of
 from laconic.method import Replica
 
 
 class Correction:
     """Accumulates the local gradient between messages, and adds the last known difference to each new gradient."""
 
-    def __init__(self, worker: Replica, hops: int) -> None:
+    def __init__(self, worker: Replica, *, has_owners: bool) -> None:
         self.total = torch.zeros_like(worker.x)  # of local gradients since they were last sent (d)
         self.shift = torch.zeros_like(worker.x)  # mean of all workers − local, as last known (d)
         self.since: dict[int, int] = {}  # by the first entry of a piece: the step in which it was last sent
@@ -27,7 +27,7 @@ class Correction:
         # Two hops: the quantization error of the means that this rank, as an owner, has sent (d). Without feedback it
         # would be in every correction, and the corrections of all workers would not sum to zero.
         kind = torch.promote_types(worker.x.dtype, torch.float32)
-        self.owner_residual = torch.zeros_like(worker.x, dtype=kind) if hops == 2 else None
+        self.owner_residual = torch.zeros_like(worker.x, dtype=kind) if has_owners else None
         self._totals, self._shifts = worker.views(self.total), worker.views(self.shift)
 
     def before_step(self, worker: Replica) -> None:
@@ -67,7 +67,7 @@ class Correction:
     def form(self, step: int) -> Form:
         """Returns what the state saved after `step` must look like."""
         since = Row((Whole(0, self.total.numel() - 1), Whole(0, step)))
-        residual = Choice((None,)) if self.owner_residual is None else form_of(self.owner_residual)
+        residual = Choice((None,)) if self.owner_residual is None else Maybe(form_of(self.owner_residual))
         return Fields(
             {
                 "total": form_of(self.total),
@@ -88,5 +88,6 @@ class Correction:
         self.total.copy_(saved["total"])
         self.shift.copy_(saved["shift"])
         if self.owner_residual is not None:
-            self.owner_residual.copy_(saved["owner_residual"])
+            residual = saved["owner_residual"]
+            self.owner_residual.copy_(residual) if residual is not None else self.owner_residual.zero_()
         self.since, self.start = dict(map(tuple, saved["since"])), saved["start"]

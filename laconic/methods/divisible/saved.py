@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.comm.coded_mean import CodedMean, block_of, split
 from laconic.comm.saved_mean import seat
 from laconic.compress import Compressor, parse
-from laconic.forms import Choice, Each, Form, Whole, form_of
+from laconic.forms import Choice, Each, Form, Maybe, Whole, form_of
 from laconic.method import mean_of
 from laconic.methods.flight import Flight
 
@@ -40,10 +40,15 @@ def restore(method: Divisible, saved: dict[str, Any]) -> dict[str, Any]:
         found = own.pop(name)
         if organ is not None:
             organ.load_state_dict(found)
+    if own["owner_residual"] is None and method.owner_residual is not None:
+        own["owner_residual"] = torch.zeros_like(method.owner_residual)  # with one hop, earlier versions had none
     method._flights = []
     for flight in flights:
         piece = slice(*flight["piece"])
-        means = [method._background.get(piece, _code(text), is_move=i == 0) for i, text in enumerate(flight["codes"])]
+        means = [
+            method._background.get(piece, _code(text), method._hops, is_move=i == 0)
+            for i, text in enumerate(flight["codes"])
+        ]
         method._flights.append(Flight.restore(flight, means, method.x_hat.device))
     return own
 
@@ -55,10 +60,10 @@ def forms(method: Divisible, step: int) -> dict[str, Form]:
     d = method.x_hat.numel()
     if method._sends:
         codes = [tuple(None if code is None else str(code) for code in vector) for vector in method._codes()]
-        flights = Each(Flight.form(d, step, method._delays[-1], method._hops, codes))
+        flights = Each(Flight.form(d, step, method._delays[-1], max(method._hop_choices), codes))
     return {
         "next_entry": Whole(0, d - 1),
-        "owner_residual": NOTHING if method.owner_residual is None else form_of(method.owner_residual),
+        "owner_residual": NOTHING if method.owner_residual is None else Maybe(form_of(method.owner_residual)),
         "flights": flights,
         "stretch": NOTHING if stretch is None else stretch.form(),
         "correction": NOTHING if correction is None else correction.form(step),
@@ -73,19 +78,19 @@ def check(method: Divisible, saved: dict[str, Any], step: int) -> None:
     pieces = sorted(flight["piece"] for flight in saved["flights"])
     if any(start >= stop for start, stop in pieces) or any(a[1] > b[0] for a, b in pairwise(pieces)):
         raise ValueError(f"method.flights must be of pieces that do not overlap, not {pieces}")
+    hops = _hops(saved)
     for i, flight in enumerate(saved["flights"]):
         piece = slice(*flight["piece"])
         for k, (text, transfer) in enumerate(zip(flight["codes"], flight["transfers"], strict=True)):
-            mean = method._background.make(piece, _code(text), is_move=k == 0)
+            mean = method._background.make(piece, _code(text), hops, is_move=k == 0)
             mean.check_saved(f"method.flights[{i}].transfers[{k}]", transfer, step, bool(flight["answered"]))
 
 
 def agreed(saved: dict[str, Any]) -> dict[str, Any]:
     """Returns what must be the same on all ranks, besides declared fields."""
     pace, correction = saved["pace"], saved["correction"]
-    hops = 1 if saved["owner_residual"] is None else 2
     return {
-        "flights": [Flight.agreed(flight, hops) for flight in saved["flights"]],
+        "flights": [Flight.agreed(flight, _hops(saved)) for flight in saved["flights"]],
         "pace": pace and {name: value for name, value in pace.items() if name not in ("samples", "has_warned")},
         "correction": correction and [correction["since"], correction["start"]],
     }
@@ -132,6 +137,12 @@ def _answered(flight: dict[str, Any], of_ranks: list[dict[str, Any]], step: int)
         average = mean.receive(transfer)
         own.append(mean.own(transfer).double())
     return average - mean_of(own)
+
+
+def _hops(saved: dict[str, Any]) -> int:
+    """Returns the hops of the flights in a saved state; earlier versions had owners only where there were two."""
+    hops: int = (saved["pace"] or {}).get("hops", 1 if saved["owner_residual"] is None else 2)
+    return hops
 
 
 def _code(text: str | None) -> Compressor | None:

@@ -75,13 +75,14 @@ def scripted_times(script: Callable[[int, float], Times], interval: int = 5) -> 
     """Gives every `Pace` the times that `script` returns, instead of measured ones.
 
     Args:
-        script: takes the step, and the size of the present quantizer's codes as a share of the finest one's.
+        script: takes the step, and the bytes that a sweep sends now as a share of those at the start.
         interval: steps from one window to the next.
     """
     add, before = Pace.add, pace_module.INTERVAL
 
     def add_scripted(self: Pace, step: int, times: Times) -> None:
-        add(self, step, script(step, self.sizes[self.choice] / self.sizes[0]))
+        at_start = next(iter(self.sizes.values()))[0]
+        add(self, step, script(step, self.sizes[self.hops][self.choice] / at_start))
 
     Pace.add, pace_module.INTERVAL = add_scripted, interval  # type: ignore[method-assign]
     try:

@@ -71,7 +71,7 @@ def test_the_mean_gradient_is_over_the_steps_since_the_piece_was_sent(
     """Gradients are 1 everywhere, so every mean is 1, whenever a piece is sent."""
     d, step = 20, 0
     worker: Any = SimpleNamespace(x=torch.zeros(d), views=lambda vector: [vector], gradients=lambda: [torch.ones(d)])
-    correction, start = Correction(worker, hops=1), 0
+    correction, start = Correction(worker, has_owners=False), 0
     for i, wait in enumerate(waits):
         for _ in range(wait):
             step += 1

@@ -62,7 +62,8 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @dataclass
 class Case:
-    """`latency`: by step, of the link that "auto" is told of; a step computes for 1 s, and a sweep takes 0.4 s."""
+    """`latency` and `sending`, of a sweep at the start: by step, of the link that "auto" is told of; a step computes for
+    1 s."""
 
     method: laconic.Divisible
     settings: Settings
@@ -72,6 +73,7 @@ class Case:
     dtype: torch.dtype = torch.float64  # so that rounding seldom changes a quantized level
     tolerance: float = 1e-6
     latency: Callable[[int], float] | None = None
+    sending: Callable[[int], float] = lambda step: 0.4
 
 
 U4 = Uniform(4)
@@ -101,9 +103,16 @@ CASES: dict[int, dict[str, Case]] = {
         ),
         "a link whose latency changes": Case(
             laconic.Divisible(8, background=U4),
-            # The first windows end with the steps 5 and 8; later ones begin 5 steps after the end of the last.
-            Settings(8, 4, U4, changes={5: (3, 3, False), 8: (1, 1, True), 22: (2, 2, False)}),
+            # The first windows end with the steps 5, 8 and 11; later ones begin 5 steps after the end of the last.
+            Settings(8, 64, U4, changes={5: (3, 3, 1, False), 8: (1, 1, 1, False), 18: (2, 2, 1, False)}),
             latency=lambda step: 2.0 if step <= 5 else 0.0 if step <= 15 else 1.2,
+        ),
+        "a link that becomes slow": Case(
+            laconic.Divisible(8, background=U4),
+            # With one hop a sweep would take 9 s, so a period of 10; with two hops it takes 6 s.
+            Settings(8, 64, U4, changes={5: (1, 1, 1, False), 18: (7, 1, 2, False)}),
+            latency=lambda step: 0.0,
+            sending=lambda step: 0.4 if step <= 15 else 9.0,
         ),
         "two hops": Case(laconic.Divisible(8, 3, U4, hops=2), Settings(8, 3, U4, hops=2)),
     },
@@ -131,7 +140,7 @@ def run_case(case: Case) -> Run:
 
     def times(step: int, share: float) -> Times:
         assert case.latency is not None
-        return Times(1.0, case.latency(step), case.latency(step), 0.4 * share, 0.0)
+        return Times(1.0, case.latency(step), case.latency(step), case.sending(step) * share, 0.0)
 
     told = nullcontext() if case.latency is None else scripted_times(times)
     with told, laconic.Worker(model, optimizer, case.method) as worker:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm import Pending, Solo
 from laconic.comm.solo import Arrived
-from laconic.methods.divisible.pace import FIRST, INTERVAL, ROUNDS, WINDOW, Pace, Times
+from laconic.methods.divisible.pace import FIRST, INTERVAL, PROBING, ROUNDS, WINDOW, Pace, Times
 from tests.methods.divisible.comms import Virtual
 
-SIZES = (100.0, 25.0)  # bytes of the finer and of the coarser quantizer
+SIZES = (100.0, 25.0)  # bytes of a sweep with the finer and with the coarser quantizer
 
 
 class Uneven(Solo):
@@ -28,8 +28,8 @@ class Uneven(Solo):
         return Arrived([x, x * torch.tensor([2.0, 0.0, 1.0, 0.5, 1.0], dtype=torch.float64)])
 
 
-def make_pace(hops: int = 1, delays: range = range(1, 65), first: int = 4, most: int = 64, sizes: Any = SIZES) -> Pace:
-    return Pace(Uneven(), hops, delays, first, most, sizes)
+def make_pace(hops: int = 1, delays: range = range(1, 65), usual: int = 4, most: int = 64, sizes: Any = SIZES) -> Pace:
+    return Pace(Uneven(), delays, usual, most, {hops: sizes})
 
 
 def measure(
@@ -40,7 +40,8 @@ def measure(
     As a default, quantizing costs so much that a period below the first is not worth it."""
     for step in range(pace.next_window, pace.next_window + WINDOW):
         assert pace.is_measuring(step)
-        sending = finest * pace.sizes[pace.choice] / pace.sizes[0]
+        sizes = pace.sizes[pace.hops]
+        sending = finest * sizes[pace.choice] / sizes[0]
         pace.add(step, Times(computing, waiting, latency, sending, working))
     return pace.choice, pace.period
 
@@ -48,7 +49,7 @@ def measure(
 def test_a_script_of_times_gives_an_exact_path() -> None:
     """A step takes 1 s, on the slower worker."""
     pace = make_pace()
-    assert (pace.choice, pace.period) == (0, 4), "training starts with the finest"
+    assert (pace.choice, pace.period) == (0, PROBING), "training starts with the finest, in small pieces"
     assert not pace.is_measuring(FIRST - 1)
     script = [
         (1.9, (0, 4)),  # twice 1.9 s fit into 4 steps of 1 s
@@ -77,7 +78,8 @@ def test_windows_follow_one_another_at_the_start_and_are_rare_later() -> None:
         starts.append(pace.next_window)
         measure(pace, 1.0)
     later = FIRST + ROUNDS * WINDOW - 1
-    assert starts == [FIRST, FIRST + WINDOW, later + INTERVAL, later + 2 * INTERVAL + WINDOW - 1]
+    at_the_start = [FIRST + i * WINDOW for i in range(ROUNDS)]
+    assert starts == [*at_the_start, later + INTERVAL, later + 2 * INTERVAL + WINDOW - 1]
     assert not pace.is_measuring(pace.next_window - 1)
 
 
@@ -137,6 +139,19 @@ def test_each_of_two_hops_has_the_delay() -> None:
     assert pace.delay == 2
 
 
+def test_two_hops_are_taken_where_one_would_need_a_longer_period_than_usual() -> None:
+    """A step takes 1 s. Two hops send half of the bytes; the measured seconds are those of the present hops."""
+    pace = Pace(Uneven(), range(1, 65), 4, 64, {1: SIZES[:1], 2: [size / 2 for size in SIZES[:1]]})
+    found = []
+    for one_hop in (3.6, 3.7, 40.0, 3.3, 3.0, 2.9, 3.7):
+        measure(pace, one_hop / pace.hops, working=9.0)
+        found.append((pace.hops, pace.period))
+    assert found[:3] == [(1, 4), (2, 4), (2, 22)]
+    assert found[3:] == [(2, 4), (2, 4), (1, 4), (2, 4)], "1.1 · 3 s would fit into 4 steps, but only just"
+    measure(pace, 5.0 / 2, working=0.0, latency=9.0)
+    assert pace.hops == 1, "a sweep of 5 s fits into the delay of the link, which two hops would have twice"
+
+
 def test_a_delay_that_is_given_stays() -> None:
     pace = make_pace(delays=range(3, 4))
     for latency in (0.0, 30.0):
@@ -146,7 +161,8 @@ def test_a_delay_that_is_given_stays() -> None:
 
 def test_a_link_that_is_too_slow_for_the_longest_period_gets_no_longer_delay() -> None:
     pace = make_pace(most=8)
-    measure(pace, 1000.0)
+    for _ in range(ROUNDS - 1):
+        measure(pace, 1000.0)
     with pytest.warns(UserWarning, match="the link is too slow for max_period=8"):
         assert measure(pace, 1000.0) == (1, 8)
     assert pace.delay == 1
@@ -163,10 +179,21 @@ def test_there_is_a_foreground_where_waiting_for_it_costs_little() -> None:
     pace = make_pace()
     assert pace.has_foreground, "until times are measured"
     found = []
-    for waiting in (0.09, 0.11, 0.09, 0.09, 0.07, 0.09):
-        measure(pace, 1.0, waiting=waiting)
+    for waiting in (0.09, 0.11, 0.09, 0.11, 0.09, 0.07, 0.09):
+        measure(pace, 1e-3, waiting=waiting)
         found.append(pace.has_foreground)
-    assert found == [True, False, False, False, True, True], "0.09 s are not worth a change once decisions are settled"
+    expected = [True, False, True, False, False, True, True]
+    assert found == expected, "0.09 s are not worth a change once decisions are settled"
+
+
+def test_there_is_no_foreground_where_its_bytes_would_wait_for_the_link() -> None:
+    """A step takes 1 s, and sending a byte 1 ms; a sweep of 4 steps has 100 bytes."""
+    pace = Pace(Uneven(), range(1, 65), 4, 64, {1: SIZES[:1]}, foreground_nbytes=24.0)
+    measure(pace, 0.1)
+    assert pace.has_foreground, "1 ms · (24 + 100 / 4) ≤ 0.05 s"
+    pace = Pace(Uneven(), range(1, 65), 4, 64, {1: SIZES[:1]}, foreground_nbytes=26.0)
+    measure(pace, 0.1)
+    assert not pace.has_foreground
 
 
 def test_a_state_of_a_version_with_one_delay_loads() -> None:
@@ -186,7 +213,7 @@ def test_a_state_of_a_version_with_one_delay_loads() -> None:
 
 
 def test_one_quantizer_leaves_only_the_period() -> None:
-    pace = make_pace(first=2, sizes=SIZES[:1], delays=range(2, 3))
+    pace = make_pace(usual=2, sizes=SIZES[:1], delays=range(2, 3))
     assert measure(pace, 9.0) == (0, 10)
     assert measure(pace, 8.0) == (0, 9)
     assert measure(pace, 1e-4) == (0, 2)
@@ -246,8 +273,8 @@ def test_auto_hides_the_background_and_follows_the_link(latency: float, delay: i
             return metrics["period"], metrics["delay"], metrics["foreground"]
 
         steps(worker, comm, FIRST + ROUNDS * WINDOW)
-        assert found() == (7, delay, latency == 0)  # ⌈1.1 · 6 s / 1 s⌉
-        # Every 16 steps the settings are compared, which takes a message. A foreground message takes 6 ms.
+        assert found() == (7, delay, False)  # ⌈1.1 · 6 s / 1 s⌉; the link is never idle
+        # Every 16 steps the settings are compared, which takes a message.
         waited = steps(worker, comm, 50)
         assert sum(seconds > 0.05 for seconds in waited) <= 4
         assert max(waited) < latency + 0.05
@@ -258,7 +285,7 @@ def test_auto_hides_the_background_and_follows_the_link(latency: float, delay: i
         steps(worker, comm, 2 * INTERVAL)
         assert found()[0] == 20
         comm.latency = 0.0
-        comm.bandwidth *= 100
+        comm.bandwidth *= 1000
         steps(worker, comm, INTERVAL + WINDOW)
         assert found() == (1, 1, True)
 

@@ -91,17 +91,20 @@ AUTO = [laconic.Divisible(8), laconic.Divisible(8, hops=2), laconic.Divisible(8,
 
 
 def test_a_checkpoint_of_a_version_with_one_delay_goes_on() -> None:
-    """Until times are measured anew, with a delay of 1 and a foreground, as then."""
+    """Until times are measured anew, with a delay of 1, one hop, no owners and a foreground, as then."""
 
     def run() -> tuple[list[Tensor], list[Tensor]]:
         method = laconic.Divisible(8)
-        with scripted_times(lambda step, share: Times(1.0, 0.0, 0.0, 0.3 * share, 0.3), interval=100):
+        with scripted_times(lambda step, share: Times(1.0, 0.0, 0.0, 0.03 * share, 0.3), interval=100):
             whole, states = go_on(method, adam, 20)
             saved = states[14]
-            del saved["worker"]["method"]["pace"]["delay"], saved["worker"]["method"]["pace"]["has_foreground"]
+            state = saved["worker"]["method"]
+            assert not state["owner_residual"].any()
+            state["owner_residual"] = None
+            del state["pace"]["delay"], state["pace"]["has_foreground"], state["pace"]["hops"]
             return whole, go_on(method, adam, 20, saved)[0]
 
-    for whole, resumed in laconic.spawn(run, 2):
+    for whole, resumed in laconic.spawn(run, 3):
         assert len(resumed) == 7
         assert all(torch.equal(x, y) for x, y in zip(resumed, whole[-7:], strict=True))
 
@@ -126,6 +129,7 @@ def test_auto_resumes_bit_for_bit_and_changes_in_the_same_step_on_all_ranks() ->
             assert {pace["choice"] for pace in paces} == {0, 1}, method
             assert {pace["has_foreground"] for pace in paces} == {True, False}, method
             assert {pace["delay"] for pace in paces} >= {1, 2}, method
+            assert {pace["hops"] for pace in paces} == ({2} if method.hops == 2 else {1, 2}), method
             assert len({pace["period"] for pace in paces}) >= 2, method
             assert paces[-1]["choice"] == 0
             assert all(torch.equal(x[d:], y[d:]) for x, y in zip(whole, by_rank[0][i][0], strict=True)), "x̂"
