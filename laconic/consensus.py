@@ -12,6 +12,9 @@ from laconic.comm.coded_mean import CodedMean, block_of, split
 from laconic.flat import FlatParameters
 from laconic.method import DIFFERENCE
 
+CHUNK = 1 << 18  # entries that `average_near` sends at a time: 1.5 instead of 2.0 s for 1.86 M at 10 Mbit/s, emulated
+NAME = "difference to the agreed model"  # in error messages
+
 
 @torch.no_grad()
 def copy_from_rank_0(comm: Comm, model: nn.Module, flat: FlatParameters) -> None:
@@ -63,16 +66,25 @@ def average_near(comm: Comm, x: Tensor, reference: Tensor, step: int) -> None:
     Raises:
         FloatingPointError: x is not finite on some rank, which the message names; on every rank.
     """
-    parts = split(0, x.numel(), range(comm.size), unit=block_of(DIFFERENCE))
-    mean = CodedMean(comm, parts, DIFFERENCE, name="difference to the agreed model")
-    x.copy_(reference + mean.average(x - reference, step=step))
+    unit = block_of(DIFFERENCE)
+    chunks = [slice(start, min(start + CHUNK, x.numel())) for start in range(0, x.numel(), CHUNK)]
+    means = [
+        CodedMean(comm, split(0, chunk.stop - chunk.start, range(comm.size), unit=unit), DIFFERENCE, name=NAME)
+        for chunk in chunks
+    ]
+    # Every chunk is on its way before the first is waited for: encoding and both hops overlap.
+    transfers = [mean.send(x[chunk] - reference[chunk], step=step) for mean, chunk in zip(means, chunks, strict=True)]
+    for mean, transfer in zip(means, transfers, strict=True):
+        mean.answer(transfer)
+    for mean, transfer, chunk in zip(means, transfers, chunks, strict=True):
+        torch.add(reference[chunk], mean.receive(transfer), out=x[chunk])
 
 
 def mean_near(of_ranks: Sequence[Tensor], reference: Tensor) -> Tensor:
     """Returns what `average_near` makes of the parameters of all ranks, with the same bits, in one process.
 
     >>> mean_near([torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0])], reference=torch.tensor([1.0, 2.5]))
-    tensor([1.0000, 3.0000])
+    tensor([1., 3.])
     """
 
     def quantized(vector: Tensor) -> Tensor:

@@ -1,145 +1,147 @@
-"""All ranks start from rank 0's model; consensus() lends the average of all and gives each its own back."""
+"""consensus(): quantized differences to the agreed model, the same model on all ranks, and the way to an exact one."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
-from tests.helpers import Silent, build_model, rank, sgd, train_step, worker_of
+from laconic.bench.copies import averaged_models, write_copies
+from laconic.compress import Sign, Uniform
+from laconic.consensus import mean_near
+from laconic.method import DIFFERENCE
+from tests.helpers import adam, build_model, train_step
+
+QUANTIZING: list[laconic.Method] = [
+    laconic.Divisible(8, 3),
+    laconic.Divisible(8, 3, Sign(), hops=2),
+    laconic.Divisible(8, None),
+    laconic.LocalSGD(4, compressor=Uniform(4)),
+    laconic.ADPSGD(4, compressor=Sign()),
+    laconic.DiLoCo(4, fragments=2, delay=1, compressor=Uniform(4)),
+]
+EXACT: list[laconic.Method] = [laconic.Divisible(8, 3, None), laconic.LocalSGD(4), laconic.DiLoCo(4), laconic.A2CiD2()]
+WORKERS, STEPS = 3, 6
 
 
-def test_buffers_and_frozen_parameters_come_from_rank_0_and_are_averaged() -> None:
-    def run() -> tuple[Tensor, int, float, list[float], list[float]]:
-        norm, frozen = nn.BatchNorm1d(2), nn.Linear(1, 1, bias=False)
-        assert norm.running_mean is not None
-        assert norm.num_batches_tracked is not None
-        model = nn.ModuleList([norm, frozen])
-        frozen.requires_grad_(False).weight.fill_(float(rank()))
-        norm.running_mean.fill_(float(rank()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with laconic.Worker(model, optimizer, Silent()) as worker:
-            start = norm.running_mean.clone()
-            norm.running_mean.fill_(float(worker.rank))
-            norm.num_batches_tracked.fill_(10 + worker.rank)
-            means: list[float] = []
-            counts: list[float] = []
-            with worker.consensus():
-                means.append(norm.running_mean[0].item())
-                counts.append(norm.num_batches_tracked.item())
-                with worker.consensus():  # the same model again
-                    means.append(norm.running_mean[0].item())
-            means.append(norm.running_mean[0].item())
-            counts.append(norm.num_batches_tracked.item())
-        means.append(norm.running_mean[0].item())
-        return start, worker.size, frozen.weight.item(), means, counts
-
-    for i, (start, size, frozen, means, counts) in enumerate(laconic.spawn(run, 4)):
-        assert (start == 0).all()
-        assert size == 4
-        assert frozen == 0.0
-        assert means == [1.5, 1.5, float(i), 1.5]
-        assert counts == [10, 10 + i]
-
-
-def test_consensus_is_the_mean_of_x_and_gives_x_back_after_an_error() -> None:
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        model = build_model()
-        with worker_of(model) as worker:
-            worker.x.fill_(float(worker.rank)).add_(torch.arange(worker.x.numel()))
-            own = worker.x.clone()
-            try:
-                with worker.consensus():
-                    agreed = worker.x.clone()
-                    raise KeyError("in evaluation")
-            except KeyError:
-                pass
-            return own, agreed, worker.x.clone()
-
-    for own, agreed, after in laconic.spawn(run, 2):
-        assert torch.equal(own, after)
-        assert torch.equal(agreed, torch.arange(own.numel()) + 0.5)
-
-
-shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5)
-
-
-@settings(max_examples=5)
-@given(shapes=shapes, seed=st.integers(0, 100))
-def test_consensus_is_the_mean_whatever_the_shapes(shapes: list[tuple[int, ...]], seed: int) -> None:
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
-        with worker_of(model) as worker:
-            worker.x.copy_(torch.randn(worker.x.shape, generator=torch.Generator().manual_seed(seed + worker.rank)))
-            own = worker.x.clone()
-            with worker.consensus():
-                lent = worker.x.clone()
-            return own, lent, worker.x.clone()
-
-    results = laconic.spawn(run, 3)
-    mean = torch.stack([own for own, _, _ in results]).mean(dim=0)
-    for own, lent, after in results:
-        torch.testing.assert_close(lent, mean)
-        assert torch.equal(own, after)
-
-
-def test_a_mask_of_infinities_among_the_buffers() -> None:
-    """A mask has no mean, and every worker has the same, so it stays. Entries beside it are averaged."""
-
-    def run() -> tuple[list[float], list[float]]:
-        model, mask = nn.Linear(2, 2), torch.tensor([float("-inf"), 0.0, 4.0])
-        model.register_buffer("mask", mask)
-        with worker_of(model) as worker:
-            mask[2] += worker.rank
-            with worker.consensus():
-                lent = mask.tolist()
-        return lent, mask.tolist()
-
-    agreed = [float("-inf"), 0.0, 4.5]
-    assert laconic.spawn(run, 2) == [(agreed, agreed)] * 2
-
-
-def test_a_step_inside_consensus_is_refused() -> None:
+@contextmanager
+def trained(method: laconic.Method) -> Iterator[laconic.Worker]:
     model = build_model()
-    with worker_of(model) as worker, worker.consensus(), pytest.raises(RuntimeError, match=r"inside consensus\(\)"):
-        train_step(model, worker.optimizer, 0, 0)
+    optimizer = adam(model)
+    with laconic.Worker(model, optimizer, method) as worker:
+        for step in range(STEPS):
+            train_step(model, optimizer, worker.rank, step)
+        yield worker
 
 
-# Not on all ranks
+def look(method: laconic.Method) -> dict[str, Any]:
+    with trained(method) as worker:
+        found: dict[str, Any] = {"own": worker.x.clone(), "reference": worker.method.reference()}
+        if found["reference"] is not None:
+            found["reference"] = found["reference"].clone()
+        for name, exact in (("quantized", False), ("exact", True)):
+            before = worker.meter.total.nbytes("control")
+            with worker.consensus(exact=exact):
+                found[name] = worker.x.clone()
+                found[f"{name} bytes"] = worker.meter.total.nbytes("control") - before
+            assert torch.equal(worker.x, found["own"])
+    return found
 
 
-@pytest.mark.parametrize("others", ["step", "end", "compute"])
-def test_consensus_on_rank_0_alone_says_that_all_ranks_must_call_it(others: str) -> None:
-    """As most people write it: if rank == 0: evaluate()."""
+def test_methods_that_quantize_send_an_eighth_of_the_bytes() -> None:
+    by_rank = laconic.spawn(lambda: [look(method) for method in QUANTIZING], WORKERS)
+    for i, method in enumerate(QUANTIZING):
+        ranks = [found[i] for found in by_rank]
+        own = [rank["own"] for rank in ranks]
+        assert not torch.equal(own[0], own[1])
+        expected = mean_near(own, ranks[0]["reference"])
+        mean = torch.stack(own).double().mean(0)
+        largest = max(float((x - ranks[0]["reference"]).abs().max()) for x in own)
+        for rank in ranks:
+            assert torch.equal(rank["reference"], ranks[0]["reference"]), method
+            assert torch.equal(rank["quantized"], expected), method
+            torch.testing.assert_close(rank["exact"].double(), mean, rtol=1e-5, atol=1e-6)
+            assert (rank["quantized"] - mean).abs().max() <= largest / 7 + 1e-6, "half a level, twice"
+            assert rank["quantized bytes"] < 0.6 * rank["exact bytes"], "a small model has blocks that are not full"
 
+
+def test_the_bytes_are_those_of_quantized_vectors_both_ways() -> None:
+    def run() -> int:
+        model = nn.Linear(1 << 14, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with laconic.Worker(model, optimizer, laconic.Divisible(period=3)) as worker:
+            model(torch.randn(2, 1 << 14, generator=torch.Generator().manual_seed(worker.rank))).sum().backward()
+            optimizer.step()
+            before = worker.meter.total.nbytes("control")
+            with worker.consensus():
+                return worker.meter.total.nbytes("control") - before
+
+    expected = 2 * (4 - 1) / 4 * DIFFERENCE.nbytes(1 << 14)
+    for found in laconic.spawn(run, 4):
+        assert found == pytest.approx(expected, abs=32)  # and the consensus distance
+
+
+def test_others_average_in_fp32() -> None:
+    for ranks in zip(*laconic.spawn(lambda: [look(method) for method in EXACT], WORKERS), strict=True):
+        mean = torch.stack([rank["own"] for rank in ranks]).double().mean(0)
+        for rank in ranks:
+            assert rank["reference"] is None
+            torch.testing.assert_close(rank["quantized"].double(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_the_end_and_an_export_are_exact(tmp_path: Path) -> None:
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        with trained(laconic.LocalSGD(4, compressor=Uniform(2))) as worker:
+            own = worker.x.clone()
+            worker.export(tmp_path / "model.pt")
+        exported = torch.load(tmp_path / "model.pt", weights_only=True)
+        return (
+            own,
+            worker.x.clone(),
+            torch.cat([exported[name].flatten() for name, _ in build_model().named_parameters()]),
+        )
+
+    ranks = laconic.spawn(run, WORKERS)
+    mean = torch.stack([own for own, _, _ in ranks]).double().mean(0)
+    for _, end, exported in ranks:
+        torch.testing.assert_close(end.double(), mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(exported.double(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_is_not_finite_is_named_on_every_rank() -> None:
     def run() -> str:
-        model = build_model()
-        method = laconic.AllReduce() if others == "step" else laconic.LocalSGD(1000)
-        try:
-            with laconic.Worker(model, sgd(model), method, timeout=1 if others == "compute" else 60) as worker:
-                train_step(model, worker.optimizer, worker.rank, 0)
-                if worker.rank == 0:
-                    with worker.consensus():
-                        pass
-                elif others == "compute":
-                    time.sleep(5)
-                elif others == "step":
-                    train_step(model, worker.optimizer, worker.rank, 1)
-        except laconic.PeerError as error:
-            return str(error)
-        return "no error"
+        with pytest.raises(FloatingPointError) as caught, trained(laconic.LocalSGD(4, compressor=Uniform(4))) as worker:
+            if worker.rank == 1:
+                worker.x[0] = torch.nan
+            with worker.consensus():
+                pass
+        return str(caught.value)
 
-    texts = laconic.spawn(run, 3)
-    for text in texts:
-        assert 'consensus() must be called on every rank, not only under "if rank == 0:"' in text, text
-    names = {
-        "step": "rank 0 has been at consensus() since its step 1",
-        "end": "rank 0: consensus() (step 1); rank 1: the end of the worker (step 1); rank 2: the end",
-        "compute": "waited 1 s for ranks 1, 2",
-    }
-    assert names[others] in texts[0]
+    for message in laconic.spawn(run, WORKERS):
+        assert "in the difference to the agreed model of rank 1" in message
+
+
+def test_exact_must_be_a_flag() -> None:
+    with trained(laconic.AllReduce()) as worker, pytest.raises(ValueError, match="exact must be True or False, not 1"):
+        worker.consensus(exact=1).__enter__()  # type: ignore[arg-type]
+
+
+def test_comparisons_evaluate_the_quantized_average(tmp_path: Path) -> None:
+    """What is evaluated is the model that workers would have had, not their exact mean."""
+    models = [build_model(seed=seed) for seed in (1, 2)]
+    reference = torch.zeros(sum(p.numel() for p in models[0].parameters()))
+    for rank, model in enumerate(models):
+        write_copies(tmp_path, 7, rank, model, reference)
+    flat = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
+    averaged, differs = averaged_models(build_model(), tmp_path, ranks=2)(7)
+    assert differs
+    assert torch.equal(nn.utils.parameters_to_vector(averaged.parameters()), mean_near(flat, reference))
+    averaged, differs = averaged_models(build_model(), tmp_path, ranks=1)(7)
+    assert not differs
+    assert torch.equal(nn.utils.parameters_to_vector(averaged.parameters()), flat[0])

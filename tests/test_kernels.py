@@ -30,7 +30,7 @@ LARGE = max(anchor.LARGE, stretch.LARGE)
         (laconic.DiLoCo(8), LARGE, 4, set()),
         (laconic.DiLoCo(8, compressor=Uniform(4)), LARGE, 4, {"uniform"}),
         (laconic.DiLoCo(8, compressor=Uniform(4)), LARGE, 1, set()),
-        (laconic.ADPSGD(compressor=TopK()), LARGE, 4, {"topk"}),
+        (laconic.ADPSGD(compressor=TopK()), LARGE, 4, {"topk", "uniform"}),
         (laconic.QSGD(), LARGE, 4, {"stochastic"}),
         (laconic.EfficientAdam(), LARGE, 4, {"log", "identity"}),
         (laconic.EfficientAdam(up=Sign(), down=Half()), LARGE, 4, {"sign", "half", "identity"}),

@@ -41,7 +41,7 @@ class StepsAhead:
     def advance(self, step: int) -> None:
         """Waits for the messages that are due in this step, and adds the means that have arrived to `base`."""
         for flight in self._flights:
-            if flight.due <= step and flight.hops_left(HOPS):
+            if flight.due <= step and flight.has_hops_left:
                 flight.answer()
                 flight.due += self._delay - self._first_wait
         for flight in self._flights:

@@ -156,14 +156,16 @@ def test_the_time_to_a_target_includes_one_average_where_the_models_differ() -> 
     apart = run(parse_contender("none_averaged"), plan)
     together = run(parse_contender("ddp"), plan)
     sometimes = run(parse_contender("local_sgd+period=3"), dataclasses.replace(plan, evaluations=8))
+    in_4_bits = run(parse_contender("local_sgd+period=4+compressor=uniform:4"), plan)  # equal at the end
     assert [point.differs for point in apart.points] == [True, True]
     assert [point.differs for point in together.points] == [False, False]
     assert [point.differs for point in sometimes.points] == [True, True, False, True, True, False, True, True]
     assert not any(point.differs for point in run(parse_contender("none"), plan).points)
     assert (together.average_seconds, together.average_nbytes) == (0.0, 0.0)
+    assert in_4_bits.average_nbytes == pytest.approx(0.5 * in_4_bits.parameters, rel=0.01)
     for record in (apart, sometimes):
         assert record.average_seconds > 0
-        assert record.average_nbytes == 4 * record.parameters
+        assert record.average_nbytes == pytest.approx(4 * record.parameters, abs=16)  # and the consensus distance
         first, reached = record.points[0], record.reached(0.0)
         assert reached is not None
         extra = record.average_seconds if first.differs else 0.0

@@ -29,8 +29,8 @@ class Settings:
     delay: int = 1
     hops: int = 1
     corrected: bool = False
-    # By step: the period, the delay, the hops and whether there is a foreground, from the end of that step on. Until then
-    # there was one hop.
+    # By step: the period, the delay, the hops and whether there is a foreground, from the end of that step on, as long
+    # as there was one hop.
     changes: dict[int, tuple[int, int, int, bool]] = field(default_factory=dict)
 
 
@@ -89,6 +89,13 @@ def divisible(
             x[part] += average - sent
             set_flat(model, x)
 
+    def stretch_all(entries: range, steps: int) -> None:
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if isinstance(optimizer, torch.optim.Adam):
+                before = flat(model)
+                stretch(model, optimizer, q[i], n, entries, steps)
+                moved.add_((flat(model) - before) / n)
+
     def unsent(entries: range) -> list[Tensor]:
         """e of entries of which nothing is in flight."""
         return [(flat(model) - x_hat)[entries.start : entries.stop] for model in models]
@@ -124,9 +131,9 @@ def divisible(
                 correct(model, totals[i], shifts[i])
             before = flat(model)
             optimizer.step()
-            if isinstance(optimizer, torch.optim.Adam):
-                stretch(model, optimizer, q[i], n, piece, period or 1)
             moved += (flat(model) - before) / n
+        if period is None:
+            stretch_all(range(d), 1)
 
         block = blocks[step % len(blocks)]
         skipped = not has_foreground or any(overlap(block, flight.entries) for flight in flights)
@@ -145,6 +152,8 @@ def divisible(
 
         sends = period is not None and not any(overlap(piece, flight.entries) for flight in flights)
         if sends:
+            assert period is not None
+            stretch_all(piece, max(period, delay * hops))
             moves = [quantize(settings.background, e) for e in unsent(piece)]
             gradients = []
             if settings.corrected:
@@ -181,32 +190,36 @@ def divisible(
 
 
 def stretch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, q: Tensor, workers: int, renewed: range, period: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, q: Tensor, workers: int, due: range, steps: int
 ) -> None:
-    """Multiplies the Adam step just made, weight decay apart, by ρ = √(V/v)."""
+    """Lengthens the last `steps` Adam steps of the entries `due`, weight decay apart, by the factor ρ = √(V/v)."""
+    if all(p.grad is None for p in model.parameters()):
+        return
     start = 0
-    for p in model.parameters():
+    counts = [int(optimizer.state[p]["step"]) if p in optimizer.state else 0 for p in model.parameters()]
+    for p, count in zip(model.parameters(), counts, strict=True):
         group = next(group for group in optimizer.param_groups if any(p is other for other in group["params"]))
         entries = range(start, start + p.numel())
         start = entries.stop
-        if p.grad is None:
+        if count == 0:
             continue
         state, (beta1, beta2) = optimizer.state[p], group["betas"]
-        count = int(state["step"])
+        since = min(steps, max(counts)) * count / max(counts)  # its own steps among the last `steps`, in the mean
         m_hat = state["exp_avg"].flatten() / (1 - beta1**count)
         v_hat = state["exp_avg_sq"].flatten() / (1 - beta2**count)
         own_q = q[entries.start : entries.stop]
         # A mean over the steps so far, weighted as in v̂, where each refresh stands for the steps of one sweep.
-        weight = (1 - beta2 ** min(period, count)) / (1 - beta2**count)
+        weight = (1 - beta2**since) / (1 - beta2**count)
         for i, entry in enumerate(entries):
-            if entry in renewed or count <= period:
+            if entry in due or since == count:
                 own_q[i] += weight * (m_hat[i] ** 2 - own_q[i])
         in_m = (1 - beta1) / (1 + beta1)  # the share of independent noise that is left in m²
         noise = (1 - own_q / v_hat.clamp(min=1e-38)) / (1 - in_m)  # the share of v that is noise
         v_of_mean = v_hat * (1 - noise + noise / workers).clamp(1 / workers, 1)
         rho = (v_hat / v_of_mean.clamp(min=1e-300)).sqrt()
-        step = -group["lr"] * m_hat / (v_hat.sqrt() + group["eps"])
-        p.data += ((rho - 1) * step).view_as(p)
+        longer = (rho - 1) * since * -group["lr"] * m_hat / (v_hat.sqrt() + group["eps"])
+        is_due = torch.tensor([entry in due for entry in entries])
+        p.data += longer.where(is_due, 0.0).view_as(p)
 
 
 def correct(model: nn.Module, total: Tensor, shift: Tensor) -> None:

@@ -26,7 +26,7 @@ OWN = {
     "local_sgd": ["rounds", "variance", "mean_variance"],
     "adpsgd": ["rounds", "variance", "mean_variance"],
     "diloco": ["rounds", "backlog", "pseudo_gradient"],
-    "divisible": ["delay", "foreground", "backlog", "waiting"],
+    "divisible": ["delay", "hops", "foreground", "backlog", "waiting"],
     "a2cid2": ["exchanges_per_step", "smallest_edge_share"],
 }
 Parts = list[dict[str, float]]

@@ -51,13 +51,14 @@ class Divisible(Method):
     Every worker holds the model x and the agreed model x̂, which is bit-identical on all workers. What it has moved and
     not sent yet is e = x − x̂ − s, where s is what its messages in flight carry. After each local optimizer step:
 
-    1. With Adam or AdamW, the step is stretched to the length that Adam would give it on the mean gradient of all
-       workers (`stretch.py`).
-    2. Foreground: e of the next ⌈d/ratio⌉ entries is averaged, and every worker waits for it; not if these entries are
+    1. Foreground: e of the next ⌈d/ratio⌉ entries is averaged, and every worker waits for it; not if these entries are
        in flight, so never at a period of 1, nor if `period` is "auto" and waiting takes more than 5 % of computing.
-    3. Background: averages that were sent `delay` steps ago (twice that with two hops) are applied. Then the next
+    2. Background: averages that were sent `delay` steps ago (twice that with two hops) are applied. Then the next
        1/period of all entries is quantized and sent; nobody waits for it. Averages are applied in a fixed step, never
        "when they arrive", so all workers do the same.
+
+    With Adam or AdamW, the steps of these entries since they were last sent are stretched before, to the length that
+    Adam would give them on the mean gradient of all workers (`stretch.py`).
 
     Applying an average ē means x̂ += ē and x += ē − (what this worker sent). What quantization leaves out stays in e and
     is sent later (error feedback). So mean(x) = x₀ + Σ mean(local steps) holds at every step, whatever the quantizer.
@@ -230,6 +231,11 @@ class Divisible(Method):
             return self._pace.period
         return self.period if isinstance(self.period, int) else 0
 
+    @property
+    def _sweep(self) -> int:
+        """Steps from one message of a piece to the next: a piece that is in flight is not sent again."""
+        return max(self._period, self._delay * self._hops)
+
     def before_step(self, worker: Replica) -> None:
         if self._correction is not None:
             self._correction.before_step(worker)
@@ -242,12 +248,14 @@ class Divisible(Method):
         waits = self._time_empty(worker) if self._is_measuring(worker) else None
         piece = next_piece(self.next_entry, worker.x.numel(), self._period)
         if self._stretch is not None:
-            self._stretch.after_step(worker, piece, max(self._period, 1))
+            self._stretch.count(worker)
+            if not self._sends:
+                self._stretch.apply(worker, piece, steps=1)
         # Averages from the background are applied while the foreground message travels.
         foreground = self._start_foreground(worker)
         working = time_work(comm, self._timed_device(worker), lambda: self._apply_due(worker, worker.step))
         self._finish_foreground(worker, foreground)
-        if self.period is not None and not any(overlap(piece, flight.piece) for flight in self._flights):
+        if self._sends and not any(overlap(piece, flight.piece) for flight in self._flights):
             if waits is not None:
                 for flight in self._flights:
                     flight.wait()  # answers on the way would slow down the message that is timed
@@ -280,6 +288,8 @@ class Divisible(Method):
             self._apply(worker, flight.piece, average, own)
 
     def _send(self, worker: Replica, piece: slice) -> None:
+        if self._stretch is not None:
+            self._stretch.apply(worker, piece, self._sweep)
         self.next_entry = piece.stop % worker.x.numel()
         vectors, codes = [self._unsent(worker, piece)], [self._code]
         if self._correction is not None:
@@ -341,8 +351,7 @@ class Divisible(Method):
 
     def sent_until(self, worker: Replica) -> int:
         """A rank's moves are sent piece by piece, in one sweep."""
-        sweep = self.ratio if self.period is None else max(self._period, self._delay * self._hops)
-        return worker.step + 1 - sweep
+        return worker.step + 1 - (self.ratio if self.period is None else self._sweep)
 
     def _is_measuring(self, worker: Replica) -> bool:
         # A rank that has run out of data computes nothing: that would be mistaken for fast computing.

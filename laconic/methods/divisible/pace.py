@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,8 +109,11 @@ class Pace:
         self.samples.append(list(astuple(times)))
         if len(self.samples) < WINDOW:
             return
-        medians = [statistics.median(column) for column in zip(*self.samples, strict=True)]
-        in_node = [max(column) for column in zip(*self.gather(medians), strict=True)]
+        typical = Times(*(statistics.median(column) for column in zip(*self.samples, strict=True)))
+        # Whatever else delays a message, such as a worker that sends it late, only makes sending seem slower.
+        sending = min(Times(*sample).sending for sample in self.samples)
+        local_times = astuple(replace(typical, sending=sending))
+        in_node = [max(column) for column in zip(*self.gather(local_times), strict=True)]
         local = torch.tensor(in_node, dtype=torch.float64, device=self.device)
         of_ranks = torch.stack(self.comm.all_gather(local))
         slowest = Times(*of_ranks.amax(0).tolist())

@@ -62,8 +62,7 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @dataclass
 class Case:
-    """`latency` and `sending`, of a sweep at the start: by step, of the link that "auto" is told of; a step computes for
-    1 s."""
+    """`latency`, and `sending` for a sweep at the start: by step, of the link that "auto" is told of; steps take 1 s."""
 
     method: laconic.Divisible
     settings: Settings
