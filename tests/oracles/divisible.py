@@ -32,6 +32,7 @@ class Settings:
     # By step: the period, the delay, the hops and whether there is a foreground, from the end of that step on, as long
     # as there was one hop.
     changes: dict[int, tuple[int, int, int, bool]] = field(default_factory=dict)
+    stretched_when_sent: int | None = None  # from the end of this step on; before, in every step
 
 
 @dataclass
@@ -89,11 +90,11 @@ def divisible(
             x[part] += average - sent
             set_flat(model, x)
 
-    def stretch_all(entries: range, steps: int) -> None:
+    def stretch_all(entries: range, steps: int, *, in_every_step: bool) -> None:
         for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             if isinstance(optimizer, torch.optim.Adam):
                 before = flat(model)
-                stretch(model, optimizer, q[i], n, entries, steps)
+                stretch(model, optimizer, q[i], n, entries, steps, in_every_step)
                 moved.add_((flat(model) - before) / n)
 
     def unsent(entries: range) -> list[Tensor]:
@@ -132,8 +133,10 @@ def divisible(
             before = flat(model)
             optimizer.step()
             moved += (flat(model) - before) / n
-        if period is None:
-            stretch_all(range(d), 1)
+        in_every_step = settings.stretched_when_sent is None or step <= settings.stretched_when_sent
+        sweep = 1 if period is None else max(period, delay * hops)
+        if in_every_step:
+            stretch_all(piece, sweep, in_every_step=True)
 
         block = blocks[step % len(blocks)]
         skipped = not has_foreground or any(overlap(block, flight.entries) for flight in flights)
@@ -152,8 +155,8 @@ def divisible(
 
         sends = period is not None and not any(overlap(piece, flight.entries) for flight in flights)
         if sends:
-            assert period is not None
-            stretch_all(piece, max(period, delay * hops))
+            if not in_every_step:
+                stretch_all(piece, sweep, in_every_step=False)
             moves = [quantize(settings.background, e) for e in unsent(piece)]
             gradients = []
             if settings.corrected:
@@ -190,9 +193,16 @@ def divisible(
 
 
 def stretch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, q: Tensor, workers: int, due: range, steps: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    q: Tensor,
+    workers: int,
+    due: range,
+    steps: int,
+    in_every_step: bool,
 ) -> None:
-    """Lengthens the last `steps` Adam steps of the entries `due`, weight decay apart, by the factor ρ = √(V/v)."""
+    """Lengthens the Adam step just made by the factor ρ = √(V/v), weight decay apart; or, if steps are stretched when
+    they are sent, the last `steps` of the entries that are `due`."""
     if all(p.grad is None for p in model.parameters()):
         return
     start = 0
@@ -201,10 +211,11 @@ def stretch(
         group = next(group for group in optimizer.param_groups if any(p is other for other in group["params"]))
         entries = range(start, start + p.numel())
         start = entries.stop
-        if count == 0:
+        if count == 0 or (in_every_step and p.grad is None):
             continue
         state, (beta1, beta2) = optimizer.state[p], group["betas"]
-        since = min(steps, max(counts)) * count / max(counts)  # its own steps among the last `steps`, in the mean
+        # Its own steps since the last refresh: all, or in the mean as many as it had among all steps.
+        since = min(steps, count) if in_every_step else min(steps, max(counts)) * count / max(counts)
         m_hat = state["exp_avg"].flatten() / (1 - beta1**count)
         v_hat = state["exp_avg_sq"].flatten() / (1 - beta2**count)
         own_q = q[entries.start : entries.stop]
@@ -217,9 +228,10 @@ def stretch(
         noise = (1 - own_q / v_hat.clamp(min=1e-38)) / (1 - in_m)  # the share of v that is noise
         v_of_mean = v_hat * (1 - noise + noise / workers).clamp(1 / workers, 1)
         rho = (v_hat / v_of_mean.clamp(min=1e-300)).sqrt()
-        longer = (rho - 1) * since * -group["lr"] * m_hat / (v_hat.sqrt() + group["eps"])
-        is_due = torch.tensor([entry in due for entry in entries])
-        p.data += longer.where(is_due, 0.0).view_as(p)
+        longer = (rho - 1) * -group["lr"] * m_hat / (v_hat.sqrt() + group["eps"])
+        if not in_every_step:
+            longer = since * longer.where(torch.tensor([entry in due for entry in entries]), 0.0)
+        p.data += longer.view_as(p)
 
 
 def correct(model: nn.Module, total: Tensor, shift: Tensor) -> None:

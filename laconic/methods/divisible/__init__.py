@@ -57,8 +57,8 @@ class Divisible(Method):
        1/period of all entries is quantized and sent; nobody waits for it. Averages are applied in a fixed step, never
        "when they arrive", so all workers do the same.
 
-    With Adam or AdamW, the steps of these entries since they were last sent are stretched before, to the length that
-    Adam would give them on the mean gradient of all workers (`stretch.py`).
+    With Adam or AdamW, local steps are stretched before, to the length that Adam would give them on the mean gradient
+    of all workers (`stretch.py`).
 
     Applying an average ē means x̂ += ē and x += ē − (what this worker sent). What quantization leaves out stays in e and
     is sent later (error feedback). So mean(x) = x₀ + Σ mean(local steps) holds at every step, whatever the quantizer.
@@ -247,22 +247,40 @@ class Divisible(Method):
         computed = now(comm, self._timed_device(worker))
         waits = self._time_empty(worker) if self._is_measuring(worker) else None
         piece = next_piece(self.next_entry, worker.x.numel(), self._period)
+        stretching = 0.0
         if self._stretch is not None:
             self._stretch.count(worker)
-            if not self._sends:
-                self._stretch.apply(worker, piece, steps=1)
+            if self._stretches_every_step:
+                stretching = self._time_stretch(worker, piece)
         # Averages from the background are applied while the foreground message travels.
         foreground = self._start_foreground(worker)
         working = time_work(comm, self._timed_device(worker), lambda: self._apply_due(worker, worker.step))
         self._finish_foreground(worker, foreground)
         if self._sends and not any(overlap(piece, flight.piece) for flight in self._flights):
+            if self._stretch is not None and not self._stretches_every_step:
+                stretching = self._time_stretch(worker, piece)
             if waits is not None:
                 for flight in self._flights:
                     flight.wait()  # answers on the way would slow down the message that is timed
             working += time_work(comm, self._timed_device(worker), lambda: self._send(worker, piece))
             if waits is not None:
-                self._measure(worker, computed, waits, working)
+                self._measure(worker, computed, waits, working, stretching)
         self._note_waiting(comm)
+
+    @property
+    def _stretches_every_step(self) -> bool:
+        return self._pace is None or self._pace.stretches_every_step
+
+    def _time_stretch(self, worker: Replica, piece: slice) -> float:
+        """Stretches all entries, or those of a piece. Returns the seconds for all."""
+        stretch, every_step, steps = self._stretch, self._stretches_every_step, self._sweep if self._sends else 1
+        assert stretch is not None
+
+        def work() -> None:
+            stretch.apply(worker, piece, steps, in_every_step=every_step)
+
+        seconds = time_work(worker.comm, self._timed_device(worker), work)
+        return seconds if every_step else seconds * worker.x.numel() / (piece.stop - piece.start)
 
     def _unsent(self, worker: Replica, part: slice) -> Tensor:
         """Returns e = x − x̂ of entries of which nothing is in flight."""
@@ -288,8 +306,6 @@ class Divisible(Method):
             self._apply(worker, flight.piece, average, own)
 
     def _send(self, worker: Replica, piece: slice) -> None:
-        if self._stretch is not None:
-            self._stretch.apply(worker, piece, self._sweep)
         self.next_entry = piece.stop % worker.x.numel()
         vectors, codes = [self._unsent(worker, piece)], [self._code]
         if self._correction is not None:
@@ -368,7 +384,9 @@ class Divisible(Method):
         waiting = time_empty(worker.comm, device, is_quantized=self._foreground.is_quantized)
         return waiting, time_empty(self._channel, device, is_quantized=self.background is not None)
 
-    def _measure(self, worker: Replica, computed: float, waits: tuple[float, float], working: float) -> None:
+    def _measure(
+        self, worker: Replica, computed: float, waits: tuple[float, float], working: float, stretching: float
+    ) -> None:
         """Waits for the messages just sent, to see how long they take. They are applied when they are due."""
         pace, flight, start = self._pace, self._flights[-1], now(worker.comm, worker.x.device)
         assert pace is not None  # only it measures
@@ -378,7 +396,8 @@ class Divisible(Method):
         if self._left is not None:
             whole = worker.x.numel() / (flight.piece.stop - flight.piece.start)
             before = pace.decision
-            pace.add(worker.step, Times(computed - self._left, *waits, seconds * whole * self._hops, working * whole))
+            sending = seconds * whole * self._hops
+            pace.add(worker.step, Times(computed - self._left, *waits, sending, working * whole, stretching))
             if pace.decision != before:
                 self._recut(worker)
 

@@ -23,7 +23,7 @@ PROBING = 64
 INTERVAL = 200  # steps from one window to the next, later
 MARGIN = 1.1  # a sweep takes at most period/MARGIN steps of computing, and a message at most delay/MARGIN
 # Quantizing and applying may take this share of computing (a shorter period costs more), and so may waiting for the
-# foreground (otherwise there is none).
+# foreground (otherwise there is none) and stretching all entries (otherwise a piece at a time is stretched).
 WORK = 0.05
 ROOM = 2.0  # the same for choosing a quantizer: a link that is never idle slows computing more than finer codes help
 # A shorter period or delay, a finer quantizer or a foreground must need at most this much of what there is to be worth
@@ -40,9 +40,10 @@ class Times:
     latency: float  # of an empty message of the background
     sending: float  # the whole vector with the present quantizer, through all hops, without latency
     working: float  # to quantize and apply the whole vector
+    stretching: float = 0.0  # the steps of the whole vector
 
 
-NUMBERS = 5  # of `Times`
+NUMBERS = 6  # of `Times`
 
 
 @dataclass
@@ -81,6 +82,7 @@ class Pace:
     hops: int = field(init=False)
     choice: int = field(default=0, init=False)  # which quantizer; training starts with the finest
     has_foreground: bool = field(default=True, init=False)
+    stretches_every_step: bool = field(default=True, init=False)
     samples: list[list[float]] = field(default_factory=list, init=False)  # of `Times`
     next_window: int = field(default=FIRST, init=False)
     rounds: int = field(default=0, init=False)
@@ -120,6 +122,8 @@ class Pace:
         per_byte = slowest.sending / self.sizes[self.hops][self.choice]
         self.samples = []
         self._decide(slowest, per_byte)
+        worth = WORTH if self._is_settled and not self.stretches_every_step else 1.0
+        self.stretches_every_step = slowest.stretching <= worth * WORK * slowest.computing
         # A barrier costs what workers wait in the mean: the slowest does not wait at all.
         self._decide_foreground(slowest, of_ranks[:, 1].mean().item(), per_byte)
         self.rounds += 1
@@ -190,18 +194,8 @@ class Pace:
         self.has_warned = True
 
     def state_dict(self) -> dict[str, Any]:
-        names = (
-            "period",
-            "delay",
-            "hops",
-            "choice",
-            "has_foreground",
-            "samples",
-            "next_window",
-            "rounds",
-            "has_warned",
-        )
-        return {name: getattr(self, name) for name in names}
+        names = ("period", "delay", "hops", "choice", "has_foreground", "stretches_every_step")
+        return {name: getattr(self, name) for name in (*names, "samples", "next_window", "rounds", "has_warned")}
 
     def form(self, step: int) -> Form:
         """Returns what the state saved after `step` must look like."""
@@ -214,10 +208,12 @@ class Pace:
                 "rounds": Whole(),
                 "has_warned": Flag(),
             },
-            # Earlier versions had one delay, always a foreground, and hops by the number of workers alone.
+            # Earlier versions had one delay, always a foreground, hops by the number of workers alone, and stretched
+            # in every step.
             optional={
                 "delay": Whole(self.delays[0], self.delays[-1]),
                 "has_foreground": Flag(),
+                "stretches_every_step": Flag(),
                 "hops": Choice(tuple(self.sizes)),
             },
         )
@@ -233,6 +229,7 @@ class Pace:
             "hops": hops,
             "choice": min(last["choice"], len(self.sizes[hops]) - 1),
             "has_foreground": last.get("has_foreground", True),
+            "stretches_every_step": last.get("stretches_every_step", True),
             "samples": [],
             "next_window": step + FIRST,
             "rounds": 0,
@@ -240,7 +237,8 @@ class Pace:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.delay, self.hops, self.has_foreground = self.delays[0], next(iter(self.sizes)), True
+        self.delay, self.hops = self.delays[0], next(iter(self.sizes))
+        self.has_foreground = self.stretches_every_step = True
         self.__dict__.update(saved)
         # Checkpoints of versions that measured less: that window starts again.
         if any(len(sample) < NUMBERS for sample in self.samples):

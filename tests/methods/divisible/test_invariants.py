@@ -60,10 +60,17 @@ class Recorded(laconic.Divisible):
         self.moved += worker.x.double() - self._before
         return super()._start_foreground(worker)
 
+    def _apply_due(self, worker: Replica, step: int) -> None:
+        super()._apply_due(worker, step)
+        self._before = worker.x.double()
+
+    def _finish_foreground(self, worker: Replica, flight: Any) -> None:
+        super()._finish_foreground(worker, flight)
+        self._before = worker.x.double()
+
     def _send(self, worker: Replica, piece: slice) -> None:
-        before = worker.x.double()
-        super()._send(worker, piece)  # which stretches the steps of these entries
-        self.moved += worker.x.double() - before
+        self.moved += worker.x.double() - self._before  # the steps of these entries have been stretched
+        super()._send(worker, piece)
 
 
 def changing_times(step: int, share: float) -> Times:

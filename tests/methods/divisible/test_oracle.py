@@ -62,7 +62,7 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @dataclass
 class Case:
-    """`latency`, and `sending` for a sweep at the start: by step, of the link that "auto" is told of; steps take 1 s."""
+    """`latency`, and `sending` for a sweep at the start: by step, of the link that "auto" is told of. Steps: 1 s."""
 
     method: laconic.Divisible
     settings: Settings
@@ -73,6 +73,7 @@ class Case:
     tolerance: float = 1e-6
     latency: Callable[[int], float] | None = None
     sending: Callable[[int], float] = lambda step: 0.4
+    stretching: float = 0.0
 
 
 U4 = Uniform(4)
@@ -114,6 +115,21 @@ CASES: dict[int, dict[str, Case]] = {
             sending=lambda step: 0.4 if step <= 15 else 9.0,
         ),
         "two hops": Case(laconic.Divisible(8, 3, U4, hops=2), Settings(8, 3, U4, hops=2)),
+        "stretched when sent": Case(
+            laconic.Divisible(8, background=U4),
+            Settings(8, 64, U4, changes={5: (3, 1, 1, False)}, stretched_when_sent=5),
+            latency=lambda step: 0.0,
+            sending=lambda step: 2.6,
+            stretching=0.06,
+        ),
+        "stretched when sent, gradients in some steps": Case(
+            laconic.Divisible(8, background=U4),
+            Settings(8, 64, U4, changes={5: (3, 1, 1, False)}, stretched_when_sent=5),
+            gradient=set_some_gradients,
+            latency=lambda step: 0.0,
+            sending=lambda step: 2.6,
+            stretching=0.06,
+        ),
     },
     4: {
         "two hops, late": Case(laconic.Divisible(8, 5, Log(4), delay=2, hops=2), Settings(8, 5, Log(4), 2, 2), sgd),
@@ -139,7 +155,8 @@ def run_case(case: Case) -> Run:
 
     def times(step: int, share: float) -> Times:
         assert case.latency is not None
-        return Times(1.0, case.latency(step), case.latency(step), case.sending(step) * share, 0.0)
+        latency = case.latency(step)
+        return Times(1.0, latency, latency, case.sending(step) * share, 0.0, case.stretching)
 
     told = nullcontext() if case.latency is None else scripted_times(times)
     with told, laconic.Worker(model, optimizer, case.method) as worker:

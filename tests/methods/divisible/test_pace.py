@@ -25,7 +25,7 @@ class Uneven(Solo):
     size = 2
 
     def all_gather_async(self, x: Tensor) -> Pending[list[Tensor]]:
-        return Arrived([x, x * torch.tensor([2.0, 0.0, 1.0, 0.5, 1.0], dtype=torch.float64)])
+        return Arrived([x, x * torch.tensor([2.0, 0.0, 1.0, 0.5, 1.0, 1.0], dtype=torch.float64)])
 
 
 def make_pace(hops: int = 1, delays: range = range(1, 65), usual: int = 4, most: int = 64, sizes: Any = SIZES) -> Pace:
@@ -196,11 +196,23 @@ def test_there_is_no_foreground_where_its_bytes_would_wait_for_the_link() -> Non
     assert not pace.has_foreground
 
 
+def test_steps_are_stretched_with_their_pieces_where_stretching_all_costs_much() -> None:
+    """A step takes 1 s."""
+    pace = make_pace()
+    assert pace.stretches_every_step
+    found = []
+    for seconds in (0.05, 0.06, 0.05, 0.06, 0.05, 0.04, 0.05):
+        for step in range(pace.next_window, pace.next_window + WINDOW):
+            pace.add(step, Times(0.5, 0.0, 0.0, 1e-3, 1.0, seconds))
+        found.append(pace.stretches_every_step)
+    assert found == [True, False, True, False, False, True, True], "0.05 s are not worth a change once settled"
+
+
 def test_a_state_of_a_version_with_one_delay_loads() -> None:
     pace, old = make_pace(), make_pace()
     measure(pace, 40.0, latency=3.0)
     saved = old.state_dict()
-    del saved["delay"], saved["has_foreground"]
+    del saved["delay"], saved["has_foreground"], saved["hops"], saved["stretches_every_step"]
     saved |= {"period": 11, "samples": [[0.5, 3.0, 1.0]]}
     pace.form(5).check("pace", saved)
     pace.load_state_dict(saved)

@@ -84,7 +84,7 @@ def changing_times(step: int, finest_share: float) -> Times:
     """The link is fast, then too slow for the first quantizer, slower still, then fast. Its latency grows and falls."""
     finest = 0.3 if step < 10 or step > 28 else 3.0 if step < 16 else 30.0
     latency = 0.1 if step < 7 else 1.2 if step < 22 else 2.5 if step < 33 else 0.0
-    return Times(1.0, latency / 4, latency, finest * finest_share, 0.3 if step < 28 else 0.0)
+    return Times(1.0, latency / 4, latency, finest * finest_share, 0.3 if step < 28 else 0.0, step % 2 * 0.2)
 
 
 AUTO = [laconic.Divisible(8), laconic.Divisible(8, hops=2), laconic.Divisible(8, corrected=True)]
@@ -101,7 +101,8 @@ def test_a_checkpoint_of_a_version_with_one_delay_goes_on() -> None:
             state = saved["worker"]["method"]
             assert not state["owner_residual"].any()
             state["owner_residual"] = None
-            del state["pace"]["delay"], state["pace"]["has_foreground"], state["pace"]["hops"]
+            for name in ("delay", "has_foreground", "hops", "stretches_every_step"):
+                del state["pace"][name]
             return whole, go_on(method, adam, 20, saved)[0]
 
     for whole, resumed in laconic.spawn(run, 3):
