@@ -1,13 +1,18 @@
 """Who reaches the target first, on which network? Methods and peers on a grid of tasks, rates and round trips.
 
-    LACONIC_DATA=… python benchmarks/grid/grid.py run --out benchmarks/grid/grid.jsonl          (as root; hours)
-    LACONIC_DATA=… python benchmarks/grid/grid.py run --out … --tasks fashion --rates 100 --round-trips 0 --seeds 1
-    python benchmarks/grid/grid.py table benchmarks/grid/grid.jsonl
+    LACONIC_DATA=… python benchmarks/grid/grid.py run        (as root; 80 minutes on 2 cores; needs the extra [peers])
+    LACONIC_DATA=… python benchmarks/grid/grid.py run --tasks fashion --rates 100 --round-trips 0 --seeds 1
+    python benchmarks/grid/page.py                           (prints the tables of grid.md)
 
-Every run is a real training on emulated hosts. A line of the file is one run; `run` makes those that the file lacks, by
-turns: all contenders of a cell with one seed, then the next cell, then the next seed. A run that takes longer than
-`--limit` seconds is ended and counts as not reached. The clock includes one average of all models at the target for
-methods whose workers differ.
+Every run is a real training on emulated hosts. A line of the file is one run; `run` makes those that the file lacks.
+The clock includes one average of all models at the target for methods whose workers differ, as everywhere in `laconic
+compare`.
+
+Not everything is run, since most of it is hopeless, and a line says why:
+- A run that takes longer than the task's limit (about four times the best) is ended.
+- A contender whose bytes to the target, as counted on a faster link, take longer than the limit is not started.
+- With a delay, only contenders that were within 2.5 times the best without it.
+- Seeds after the first, only the two best of laconic and the two best others of each cell.
 """
 
 from __future__ import annotations
@@ -20,12 +25,13 @@ import json
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from laconic import tasks
 from laconic.bench.baselines import BASELINES
@@ -35,14 +41,55 @@ from laconic.bench.strategies import parse_contender
 sys.path.append(str(Path(__file__).parents[1] / "divisible"))
 from finalists import TASKS as RECIPES
 
-# Task, settings, steps, evaluations, target: one that workers that never talk miss and full communication reaches.
-TASKS: dict[str, tuple[str, dict[str, Any], int, int, float]] = {
-    "fashion": (*RECIPES["fashion"], 300, 30, 0.85),
-    "gpt": (*RECIPES["gpt"], 160, 16, 2.32),
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task, and a target that workers that never communicate miss and full communication reaches."""
+
+    name: str
+    settings: dict[str, Any]
+    steps: int
+    evaluations: int
+    target: float
+    limit: float  # seconds of a run
+
+
+TASKS = {
+    "fashion": Recipe(*RECIPES["fashion"], steps=300, evaluations=30, target=0.85, limit=30),
+    "gpt": Recipe(*RECIPES["gpt"], steps=110, evaluations=22, target=2.32, limit=50),
 }
-RATES, ROUND_TRIPS = (10, 100, 1000), (0, 50)  # Mbit/s, ms
-START = 20.0  # seconds to start and to evaluate
-FLOOR = ("none", "allreduce")  # computing alone, and the steps of full communication: on loopback
+RATES, ROUND_TRIPS = (100, 10, 1000), (0, 50)  # Mbit/s, ms
+START, ENDING = 25.0, 10.0  # seconds to start and to evaluate, and to end
+FLOOR = ("none", "none_averaged", "allreduce")  # computing alone, and the steps of full communication: on loopback
+CONTENDERS = (
+    "divisible",
+    "diloco+period=8+fragments=4+delay=2+compressor=uniform:4",
+    "diloco+period=8+fragments=4+delay=4+compressor=pick:7",
+    "diloco+period=8+fragments=4+delay=2",
+    "diloco+period=16+fragments=4+delay=4",
+    "divisible+background=none",
+    "local_sgd+compressor=uniform:4",
+    "a2cid2",
+    "efficient_adam",
+    "efficient_adam+delay=1",
+    "adpsgd+compressor=uniform:4",
+    "qsgd",
+    "torchft_diloco",
+    "torchft_diloco+period=8+delay=3",
+    "torchft_diloco+period=96+delay=24",
+    "sparseloco+period=8",
+    "sparseloco+period=8+kept=128",
+    "sparseloco+period=4+kept=128",
+    "demo",
+    "demo+kept=8",
+    "powersgd",
+    "post_local_sgd",
+    "ddp",
+)
+NEAR = 2.5  # times the best without a delay: worth trying with one
+REPEATED = 2  # of laconic and of others in each cell, with more seeds
 
 
 @dataclass(frozen=True)
@@ -71,17 +118,20 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def train(cell: Cell, contender: str, seed: int) -> dict[str, Any]:
     """Makes one run and returns its row."""
-    name, settings, steps, evaluations, target = TASKS[cell.task]
-    plan = Plan(tasks.find_task(name)(**settings), cell.workers, steps, seed, cell.link, evaluations=evaluations)
+    recipe = TASKS[cell.task]
+    task = tasks.find_task(recipe.name)(**recipe.settings)
+    plan = Plan(task, cell.workers, recipe.steps, seed, cell.link, evaluations=recipe.evaluations)
+    torch.set_num_threads(os.cpu_count() or 1)  # to evaluate, when the workers have ended
     record = run(parse_contender(contender), plan)
     if record.status != "ok":
         return {"status": record.reason[-300:]}
-    reached = record.reached(target)
+    reached = record.reached(recipe.target)
     assert record.step_time is not None
     return {
         "status": "ok",
         "seconds": reached and round(reached.seconds, 3),
         "steps": reached and reached.step,
+        "average": round(record.average_seconds, 3) if reached and reached.differs else 0.0,  # part of `seconds`
         "kb": reached and round(reached.payload_nbytes / 1e3, 1),
         "ms": round(1e3 * record.step_time.total, 2),
         "kb_per_step": round(sum(record.payload_nbytes_per_step.values()) / 1e3, 2),
@@ -97,7 +147,10 @@ def train_within(seconds: float, row: dict[str, Any]) -> dict[str, Any]:
             output, _ = process.communicate(timeout=seconds + START)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C: workers and emulated hosts end
-            process.communicate()
+            try:
+                process.communicate(timeout=ENDING)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
             return {"status": f"ended after {seconds:g} s"}
     if process.returncode != 0:
         return {"status": f"exit code {process.returncode}"}
@@ -105,28 +158,48 @@ def train_within(seconds: float, row: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int) -> str | None:
+    """Returns why a run is not worth making, or None."""
+    limit, own = TASKS[cell.task].limit, [row for row in rows if row["contender"] == contender]
+    sent = [row["kb"] for row in own if (row["task"], row["workers"]) == (cell.task, cell.workers) and row.get("kb")]
+    if sent and cell.rate and 8e-3 * min(sent) / cell.rate > limit:
+        return f"its bytes to the target alone take {8e-3 * min(sent) / cell.rate:.0f} s"
+    if cell.rate == 0:
+        return None
+    if seed == 0 and cell.round_trip:
+        found = {name: min(values) for name, values in times(rows, dataclasses.replace(cell, round_trip=0)).items()}
+        if found.get(contender, math.inf) > NEAR * min(found.values()):
+            return f"more than {NEAR} times the best without a delay"
+    elif seed:
+        first = {name: values[0] for name, values in times(rows, cell).items() if math.isfinite(values[0])}
+        alike = sorted((name for name in first if is_peer(name) == is_peer(contender)), key=first.__getitem__)
+        if contender not in alike[:REPEATED]:
+            return "not among the best of the first seed"
+    return None
+
+
 def run_all(options: argparse.Namespace) -> None:
-    done = {key(json.loads(line)) for line in options.out.read_text().splitlines()} if options.out.exists() else set()
-    networks = [(0, 0), *itertools.product(options.rates, options.round_trips)]
-    for seed, task, (rate, round_trip) in itertools.product(range(options.seeds), options.tasks, networks):
+    rows = read(options.out) if options.out.exists() else []
+    done = {key(row) for row in rows}
+    seeds = range(options.first_seed, options.seeds)
+    networks = [(0, 0), *((rate, trip) for trip in options.round_trips for rate in options.rates)]
+    for seed, task, (rate, round_trip) in itertools.product(seeds, options.tasks, networks):
         cell = Cell(task, rate, round_trip, options.workers)
         for contender in FLOOR if rate == 0 else options.contenders:
             row = dataclasses.asdict(cell) | {"contender": contender, "seed": seed}
-            if key(row) in done:
+            reason = why_not(rows, cell, contender, seed)
+            if key(row) in done or (reason is not None and seed):
                 continue
-            row |= train_within(options.limit, row)
-            row["date"] = datetime.date.today().isoformat()
+            found = train_within(TASKS[task].limit, row) if reason is None else {"status": reason}
+            row |= found | {"date": datetime.date.today().isoformat()}
+            rows.append(row)
             with options.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{cell}, {contender}, seed {seed}: {row.get('seconds')} s, {row.get('steps')} steps", flush=True)
+            print(f"{cell}, {contender}, seed {seed}: {row.get('seconds')} s, {row['status']}", flush=True)
 
 
-def floor_of(rows: list[dict[str, Any]], cell: Cell) -> float | None:
-    """Returns computing alone times the steps of full communication, in seconds; the mean over seeds."""
-    there = [row for row in rows if row["rate"] == 0 and (row["task"], row["workers"]) == (cell.task, cell.workers)]
-    ms = [row["ms"] for row in there if row["contender"] == "none" and row["status"] == "ok"]
-    steps = [row["steps"] for row in there if row["contender"] == "allreduce" and row.get("steps")]
-    return statistics.fmean(ms) * statistics.fmean(steps) / 1e3 if ms and steps else None
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def times(rows: list[dict[str, Any]], cell: Cell) -> dict[str, list[float]]:
@@ -142,64 +215,27 @@ def is_peer(contender: str) -> bool:
     return contender.split("+")[0] in BASELINES
 
 
-def table(rows: list[dict[str, Any]]) -> None:
-    cells = sorted({Cell(r["task"], r["rate"], r["round_trip"], r["workers"]) for r in rows if r["rate"]}, key=str)
-    contenders = list(dict.fromkeys(row["contender"] for row in rows if row["rate"]))
-    print("| contender |" + "".join(f" {cell} |" for cell in cells))
-    print("|---" * (len(cells) + 1) + "|")
-    by_cell = {cell: times(rows, cell) for cell in cells}
-    means = {cell: {name: statistics.fmean(found) for name, found in by_cell[cell].items()} for cell in cells}
-    for name in contenders:
-        texts = []
-        for cell in cells:
-            found = by_cell[cell].get(name)
-            if not found:
-                texts.append("")
-            elif math.inf in found:
-                texts.append("not reached")
-            else:
-                spread = f" ({min(found):.3g} – {max(found):.3g})" if len(found) > 1 else ""
-                best = means[cell][name] == min(means[cell].values())
-                texts.append(f"**{means[cell][name]:.3g}**{spread}" if best else f"{means[cell][name]:.3g}{spread}")
-        print(f"| {name}{' (peer)' if is_peer(name) else ''} |" + "".join(f" {text} |" for text in texts))
-    leads = []
-    for cell in cells:
-        ours = min((value for name, value in means[cell].items() if not is_peer(name)), default=math.inf)
-        peers = min((value for name, value in means[cell].items() if is_peer(name)), default=math.inf)
-        floor = floor_of(rows, cell)
-        above = f", {ours / floor:.2f} × the floor of {floor:.2f} s" if floor else ""
-        if math.isfinite(ours) and math.isfinite(peers):
-            leads.append(peers / ours)
-        print(f"\n{cell}: best of laconic {ours:.3g} s, best peer {peers:.3g} s, × {peers / ours:.2f}{above}", end="")
-    if leads:
-        print(f"\n\ngeometric mean of the leads over {len(leads)} cells: {statistics.geometric_mean(leads):.2f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
-    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--out", type=Path, default=HERE / "grid.jsonl")
     running.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     running.add_argument("--rates", nargs="+", type=int, default=RATES, help="Mbit/s")
     running.add_argument("--round-trips", nargs="+", type=int, default=ROUND_TRIPS, help="ms")
     running.add_argument("--workers", type=int, default=4)
     running.add_argument("--seeds", type=int, default=3)
-    running.add_argument("--limit", type=float, default=90, help="seconds of a run")
-    running.add_argument("--contenders", nargs="+", required=True)
-    tabulating = commands.add_parser("table")
-    tabulating.add_argument("file", type=Path)
+    running.add_argument("--first-seed", type=int, default=0)
+    running.add_argument("--contenders", nargs="+", default=CONTENDERS)
     commands.add_parser("one").add_argument("row")
     options = parser.parse_args()
     if options.command == "one":
         row = json.loads(options.row)
         cell = Cell(row["task"], row["rate"], row["round_trip"], row["workers"])
         print(json.dumps(train(cell, row["contender"], row["seed"])))
-    elif options.command == "run":
+    else:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         run_all(options)
-    else:
-        table([json.loads(line) for line in options.file.read_text().splitlines()])
 
 
 if __name__ == "__main__":
