@@ -22,7 +22,7 @@ from laconic.rules import check_seed as check_seed
 
 Merge = Literal["same", "mean", "method"]
 # Of what `consensus()` sends where a method has a reference: an eighth of the bytes of fp32. It changed the accuracy of
-# the averaged model by at most 0.09 points (docs/results.md).
+# the averaged model by at most 0.09 points (benchmarks/comm/consensus.md).
 DIFFERENCE = Uniform(4)
 
 

@@ -61,12 +61,13 @@ TASKS = {
     "gpt": Recipe(*RECIPES["gpt"], steps=110, evaluations=22, target=2.32, limit=50),
 }
 RATES, ROUND_TRIPS = (100, 10, 1000), (0, 50)  # Mbit/s, ms
-START, ENDING = 25.0, 10.0  # seconds to start and to evaluate, and to end
+START, ENDING = 40.0, 10.0  # seconds to start, to average at the end and to evaluate (10 Mbit/s), and to end
 FLOOR = ("none", "none_averaged", "allreduce")  # computing alone, and the steps of full communication: on loopback
 CONTENDERS = (
     "divisible",
     "diloco+period=8+fragments=4+delay=2+compressor=uniform:4",
     "diloco+period=8+fragments=4+delay=4+compressor=pick:7",
+    "diloco+period=32+fragments=2+delay=8+mixing=0+compressor=uniform:4",
     "diloco+period=8+fragments=4+delay=2",
     "diloco+period=16+fragments=4+delay=4",
     "divisible+background=none",
