@@ -58,7 +58,7 @@ class Recipe:
 
 TASKS = {
     "fashion": Recipe(*RECIPES["fashion"], steps=300, evaluations=30, target=0.85, limit=30),
-    "gpt": Recipe(*RECIPES["gpt"], steps=110, evaluations=22, target=2.32, limit=50),
+    "gpt": Recipe(*RECIPES["gpt"], steps=160, evaluations=16, target=2.32, limit=50),
 }
 RATES, ROUND_TRIPS = (100, 10, 1000), (0, 50)  # Mbit/s, ms
 START, ENDING = 40.0, 10.0  # seconds to start, to average at the end and to evaluate (10 Mbit/s), and to end
@@ -137,6 +137,7 @@ def train(cell: Cell, contender: str, seed: int) -> dict[str, Any]:
         "ms": round(1e3 * record.step_time.total, 2),
         "kb_per_step": round(sum(record.payload_nbytes_per_step.values()) / 1e3, 2),
         "final": round(record.final() or math.nan, 5),
+        "curve": [round(point.values[record.metric], 4) for point in record.points],
     }
 
 
