@@ -178,12 +178,25 @@ def _start_fork_server() -> None:
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """A Ctrl-C inside the block takes effect at its end."""
+    """A Ctrl-C inside the block takes effect at its end.
+
+    Processes that are started inside inherit the blocked signal. In this process the system may give the signal to
+    another thread, and Python would still interrupt the main one: so its handler is exchanged, too.
+    """
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    exchanged = handler is not None and threading.current_thread() is threading.main_thread()
+    if exchanged:
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if exchanged:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def open_store(address: str, port: int) -> TCPStore:

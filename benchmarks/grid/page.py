@@ -21,11 +21,13 @@ from draw import svg, text
 
 Row = dict[str, Any]
 SHORT = {
+    "a2cid2": "A2CiD2",
+    "ddp": "DDP",
     "diloco": "DiLoCo",
     "divisible": "Divisible",
     "local_sgd": "LocalSGD",
+    "sparseloco": "SparseLoCo",
     "torchft_diloco": "torchft",
-    "a2cid2": "A2CiD2",
 }
 
 
