@@ -214,7 +214,7 @@ def stretch(
         if count == 0 or (in_every_step and p.grad is None):
             continue
         state, (beta1, beta2) = optimizer.state[p], group["betas"]
-        # Its own steps since the last refresh: all, or in the mean as many as it had among all steps.
+        # The steps that moved it since the last refresh: counted, or in the mean as many as among all steps.
         since = min(steps, count) if in_every_step else min(steps, max(counts)) * count / max(counts)
         m_hat = state["exp_avg"].flatten() / (1 - beta1**count)
         v_hat = state["exp_avg_sq"].flatten() / (1 - beta2**count)

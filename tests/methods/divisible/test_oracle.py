@@ -62,7 +62,7 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @dataclass
 class Case:
-    """`latency`, and `sending` for a sweep at the start: by step, of the link that "auto" is told of. Steps: 1 s."""
+    """`latency`, and `sending` for a sweep at the start: by step, of the link that "auto" measures. Steps: 1 s."""
 
     method: laconic.Divisible
     settings: Settings
