@@ -6,7 +6,7 @@ would have had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -41,33 +41,24 @@ def read_tensors(path: Path, like: Iterable[Tensor]) -> list[Tensor]:
     return [part.clone().view(value.dtype).view(value.shape) for part, value in zip(parts, like, strict=True)]
 
 
-def averaged_models(model: nn.Module, folder: Path, ranks: int) -> Callable[[int], tuple[nn.Module, bool]]:
-    """Returns a function that sets the model to the average of the copies of a step.
+def average_copies(model: nn.Module, folder: Path, step: int, ranks: int) -> bool:
+    """Sets a model of the same kind to the average of the copies of a step, from rank 0 on.
 
-    It returns the model, and whether the parameters of the ranks differed.
-
-    Args:
-        model: one of the same kind.
-        folder: with the copies.
-        ranks: how many are averaged, from rank 0 on.
+    Returns:
+        Whether the parameters of the ranks differed.
     """
     state = model.state_dict()
     names = [name for name, _ in model.named_parameters()]
-
-    def average(step: int) -> tuple[nn.Module, bool]:
-        copies = [
-            dict(zip(state, read_tensors(folder / f"{rank}-{step}", state.values()), strict=True))
-            for rank in range(ranks)
-        ]
-        for name, target in state.items():
-            values = [copy[name] for copy in copies]
-            target.copy_(torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0])
-        differs = not all(torch.equal(copy[name], copies[0][name]) for copy in copies for name in names)
-        if differs and _reference(folder, step).exists():
-            flat = [torch.cat([copy[name].flatten() for name in names]) for copy in copies]
-            (reference,) = read_tensors(_reference(folder, step), [flat[0].float()])
-            with torch.no_grad():
-                nn.utils.vector_to_parameters(mean_near(flat, reference), list(model.parameters()))
-        return model, differs
-
-    return average
+    copies = [
+        dict(zip(state, read_tensors(folder / f"{rank}-{step}", state.values()), strict=True)) for rank in range(ranks)
+    ]
+    for name, target in state.items():
+        values = [copy[name] for copy in copies]
+        target.copy_(torch.stack(values).mean(dim=0) if target.is_floating_point() else values[0])
+    differs = not all(torch.equal(copy[name], copies[0][name]) for copy in copies for name in names)
+    if differs and _reference(folder, step).exists():
+        flat = [torch.cat([copy[name].flatten() for name in names]) for copy in copies]
+        (reference,) = read_tensors(_reference(folder, step), [flat[0].float()])
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(mean_near(flat, reference), list(model.parameters()))
+    return differs

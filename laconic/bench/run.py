@@ -26,7 +26,7 @@ import torch
 
 import laconic
 from laconic import kernels
-from laconic.bench.copies import averaged_models, write_copies
+from laconic.bench.copies import average_copies, write_copies
 from laconic.bench.record import Point, Record, StepTime, mean_step_time
 from laconic.bench.simulated import run_simulated
 from laconic.bench.strategies import Contender, Reading
@@ -136,10 +136,9 @@ def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Recor
             record.status, record.reason = "failed", str(failure)
             return record
         _add_costs(record, reports)
-        averages = contender.strategy.averages
-        models = averaged_models(plan.task.build_model(), Path(folder), plan.workers if averages else 1)
+        model, ranks = plan.task.build_model(), plan.workers if contender.strategy.averages else 1
         for i, (step, _) in enumerate(reports[0].losses):
-            model, differs = models(step)
+            differs = average_copies(model, Path(folder), step, ranks)
             nics = [worker.nic_nbytes[i] for worker in reports]
             record.points.append(
                 Point(
