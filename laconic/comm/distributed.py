@@ -288,6 +288,8 @@ class DistributedComm(Comm):
         gossip = BackgroundGossip(store, topology, self.rank, talk, self.meter, self._register.timeout, self.device)
         self._register.pairing = Pairing(store, topology, self.rank)
         self._gossip = gossip
+        # Before this, a rank that is lost ends the job; after it, the others go on. So all must change together.
+        self.meet("the start of gossip")
         return gossip
 
     def channel(self, name: str = "background") -> Comm:

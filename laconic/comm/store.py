@@ -65,9 +65,13 @@ class _Caller:
             raise StoreGone(self.gone)
         call = _Call(function)
         self._calls.put(call)
-        deadline = time.monotonic() + self.timeout + seconds
-        while not call.done.wait(min(LOOK_SECONDS + seconds, max(0.0, deadline - time.monotonic()))):
-            is_over = time.monotonic() >= deadline
+        now = time.monotonic()
+        deadline = now + self.timeout + seconds
+        while not call.done.wait(pause := min(LOOK_SECONDS + seconds, max(0.0, deadline - now))):
+            before, now = now, time.monotonic()
+            if now - before > pause + LOOK_SECONDS:  # this process itself was stopped, and has not yet read the answer
+                deadline = now + self.timeout
+            is_over = now >= deadline
             why = self.explain(is_over)
             if why is not None or is_over:
                 self.gone = why or f"{self.name} did not answer for {self.timeout:g} s"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic import topology
+from laconic.comm.pairing import Pairing
 from laconic.emulate import EmulationError, hosts_behind
 
 STEPS = 60
@@ -163,3 +164,23 @@ def test_a_disconnected_graph_raises_on_the_smaller_side() -> None:
     assert "without rank 1" in results[0]["error"]
     assert "the graph is disconnected, and the workers [0] have no path to [2, 3], which go on" in results[0]["error"]
     assert any(text.startswith("rank 0 was dropped") for text in results[3]["warnings"])
+
+
+def test_a_worker_that_fails_while_another_one_still_starts_is_dropped() -> None:
+    """A rank that had not begun to gossip took the loss of another one for the end of the job."""
+
+    def run() -> dict[str, Any]:
+        def accident(worker: laconic.Worker) -> None:
+            if worker.rank == 1:
+                raise laconic.PeerError("an accident")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if int(os.environ["RANK"]) == 0:
+                patch.setattr("laconic.comm.distributed.Pairing", start_late)
+            return run_worker(accident, topology.ring(3), 10.0)
+
+    def start_late(*args: Any) -> Pairing:
+        time.sleep(1.0)
+        return Pairing(*args)
+
+    check_survivors(laconic.spawn(run, 3), [0, 2], lost=1)
