@@ -15,6 +15,7 @@ from laconic.comm.finite import is_finite, raise_not_finite
 from laconic.comm.gossip import Gossip, Talk
 from laconic.comm.pairing import Dropped
 from laconic.comm.plan import (
+    Rounds,
     all_gather_nbytes,
     all_gather_rounds,
     all_to_all_nbytes,
@@ -323,7 +324,7 @@ class SimulatedComm(Comm):
         start: Callable[[Operation], None],
         *,
         traffic: Callable[[Operation], dict[int, tuple[float, float]]],
-        rounds: int,
+        rounds: Rounds,
         connections: int,
         sent: int,
         peer: int | None = None,

@@ -15,7 +15,7 @@ from laconic.comm.finite import check_gossip
 from laconic.comm.gossip import Dialogue, Gossip, Talk
 from laconic.comm.meter import Meter
 from laconic.comm.pairing import Board, Demand, Need
-from laconic.comm.plan import PAIRING_ROUNDS
+from laconic.comm.plan import PAIRING_ROUNDS, Rounds
 from laconic.simulate.engine import Event
 from laconic.simulate.job import Job
 from laconic.topology import Topology
@@ -228,7 +228,7 @@ class Exchange:
         self._nbytes += nbytes[0]
         a, b = (side.rank for side in self._sides)
         traffic = {a: (nbytes[0], nbytes[1]), b: (nbytes[1], nbytes[0])}
-        self._job.network.carry(traffic, rounds=1, connections=1, done=self._receive)
+        self._job.network.carry(traffic, Rounds(1), connections=1, done=self._receive)
 
     def _receive(self) -> None:
         if self._broken:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from laconic.comm.plan import Rounds
 from laconic.link import Link, parse_link
 from laconic.rules import check_number
 
@@ -159,7 +160,7 @@ class Network:
     def carry(
         self,
         traffic: Mapping[int, tuple[float, float]],
-        rounds: int,
+        rounds: Rounds,
         connections: int,
         done: Callable[[], None],
     ) -> None:
@@ -171,7 +172,7 @@ class Network:
             connections: to how many others a rank sends at the same time.
             done: called at the end.
         """
-        ranks = list(traffic)
+        ranks, started = list(traffic), self.engine.now
         most = max((sent for sent, _ in traffic.values()), default=0.0)
         slowest = self._connection_rate(ranks)
         earliest = self.engine.now + (most / max(1, connections) / slowest if slowest < math.inf else 0.0)
@@ -181,7 +182,9 @@ class Network:
             nonlocal left
             left -= 1
             if left == 0:
-                self.engine.at(max(self.engine.now, earliest) + self.latency(ranks, rounds), done)
+                sent = max(self.engine.now, earliest)
+                hidden = min(rounds.hidden * (sent - started), (rounds.count - rounds.least) * self._path_delay(ranks))
+                self.engine.at(sent + max(0.0, self.latency(ranks, rounds.count) - hidden), done)
 
         for rank, (sent, received) in traffic.items():
             for port, nbytes in ((self._up[rank], sent), (self._down[rank], received)):

@@ -68,7 +68,7 @@ def simulate(
     ...         return worker.comm.now()
     >>> slow = laconic.simulate(train, 8, link="100mbit+10ms", compute=0.05)
     >>> round(slow[0], 1)  # simulated seconds
-    9.5
+    8.3
     """
     hosts, seconds = _check(fn, workers, link, compute, failures, starts, seed)
     try:

@@ -45,14 +45,45 @@ def train_steps(method: laconic.Method, steps: int = 6) -> tuple[float, float, T
 def test_a_mean_takes_the_time_of_its_bytes_and_rounds() -> None:
     def run() -> tuple[float, float]:
         c = comm()
-        c.mean(torch.ones(250_000))  # a ring: 2 · 3/4 MB at 0.9 MB/s, and 8 rounds of 10 ms
+        c.mean(torch.ones(250_000))  # a ring: 2 · 3/4 MB at 0.9 MB/s, and at least 4 rounds of 10 ms
         long = c.now()
         c.mean(torch.ones(100))  # direct messages: 600 bytes and 2 rounds
         return long, c.now() - long
 
     for long, short in laconic.simulate(run, 4, link="8mbit+10ms"):
-        assert long == pytest.approx(1.5 / 0.9 + 8 * 0.01)
+        assert long == pytest.approx(1.5 / 0.9 + 4 * 0.01)
         assert short == pytest.approx(600e-6 / 0.9 + 2 * 0.01)
+
+
+def test_gloos_ring_has_two_segments_under_way() -> None:
+    """Against a plain simulation of its segments, on one link: a buffer is announced when the segment two before it has
+    arrived, and a segment is sent when it has been announced, its content has arrived, and the link is free."""
+
+    def one_pass(segment_seconds: float, delay: float, size: int) -> float:
+        arrived: list[float] = []
+        free = 0.0
+        for i in range(2 * (size - 1)):
+            ready = arrived[i - 2] if i >= 2 else 0.0
+            free = max(ready + delay, free) + segment_seconds
+            arrived.append(free + delay)
+        return arrived[-1]
+
+    def run() -> float:
+        c = comm()
+        c.mean(torch.ones(50_000))
+        return c.now()
+
+    for size, rate, delay in [
+        (2, 10, 0.025),
+        (4, 10, 0.025),
+        (8, 10, 0.025),
+        (8, 100, 0.025),
+        (5, 10, 0.001),
+        (3, 1, 0.1),
+    ]:
+        segment = 200_000 / (2 * size) / (0.9 * rate * 1e6 / 8)
+        end = laconic.simulate(run, size, link=f"{rate}mbit+{1e3 * delay:g}ms")[0]
+        assert end == pytest.approx(2 * one_pass(segment, delay, size), rel=1e-5), (size, rate, delay)
 
 
 def test_steps_take_the_given_seconds_and_the_rest_is_waiting() -> None:
