@@ -264,7 +264,7 @@ class BackgroundGossip(Gossip):
             key = wakeup_key(self._rank, self._wakeup)
             try:
                 store.wait([key], self._timeout)
-                store.delete_key(key)
+                store.delete([key])
             except StoreGone:
                 return  # the other thread finds out too, and reports it
             except RuntimeError:  # torch's error for a key that is not there yet

@@ -78,11 +78,7 @@ class Mesh:
             self._thread.start()
 
     def _connect(self, others: Iterable[int]) -> None:
-        for peer in others:
-            try:
-                wire = self._connector.connect(peer)
-            except WireError as error:
-                raise WireError(f"no connection to rank {peer}: {error}") from error
+        for peer, wire in self._connector.connect_all(list(others)).items():
             self._conversations[peer] = Conversation(peer, wire)
             self._watch(peer, wire)
 

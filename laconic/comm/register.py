@@ -65,9 +65,8 @@ class Register:
         """
         self.meet("the start", 0, None, timeout=timeout)
         self.raise_if_failed("the start")  # of a rank that was here earlier, and has given up
-        self.lifeline.start(
-            {rank: self.store.get(f"lifeline/{rank}").decode() for rank in range(self.size)}, self._report_death
-        )
+        addresses = self.store.multi_get([f"lifeline/{rank}" for rank in range(self.size)])
+        self.lifeline.start({rank: text.decode() for rank, text in enumerate(addresses)}, self._report_death)
 
     def leave(self) -> None:
         """Says goodbye, after the last meeting. The rank that holds the store leaves last, since the others need it."""
@@ -98,17 +97,11 @@ class Register:
     def _meet(self, what: str, step: int, note: Any, timeout: float) -> list[Any]:
         self._meetings += 1
         number = self._meetings
-        if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
-            for key in (
-                f"meet/{number - 2}/{self.rank}",
-                f"meet/{number - 2}/members",
-                f"alive/{number - 2}/{self.rank}",
-                f"roll call/{number - 2}",
-            ):
-                self.store.delete_key(key)
         self.store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
         self._wait_for_members(number, what, step, timeout)
-        signed = [json.loads(self.store.get(f"meet/{number}/{rank}")) for rank in self.members]
+        signed = [json.loads(text) for text in self.store.multi_get([f"meet/{number}/{r}" for r in self.members])]
+        if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
+            self._delete_meeting(number - 2)
         if any(other[0] != what for other in signed):
             places = "; ".join(
                 f"rank {rank}: {w} (step {s})" for rank, (w, s, *_) in zip(self.members, signed, strict=True)
@@ -118,6 +111,12 @@ class Register:
                 f"{''.join({_hint(other[0]) for other in signed})}"
             )
         return [note for _, _, note, _ in signed]
+
+    def _delete_meeting(self, number: int) -> None:
+        keys = [f"meet/{number}/{self.rank}"]
+        if self.pairing is not None:
+            keys += [f"meet/{number}/members", f"alive/{number}/{self.rank}", f"roll call/{number}"]
+        self.store.delete(keys)
 
     def _wait_for_members(self, number: int, what: str, step: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout

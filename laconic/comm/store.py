@@ -83,6 +83,10 @@ class _Caller:
             raise call.error
         return call.result  # type: ignore[return-value]
 
+    def post(self, function: Callable[[Store], object]) -> None:
+        """Makes a call whose result nobody needs. If the store does not answer, the next call finds out."""
+        self._calls.put(_Call(function))
+
     def close(self) -> None:
         """Ends the thread and its connection."""
         self.gone = self.gone or f"{self.name} was closed by this rank"
@@ -206,8 +210,9 @@ class JobStore:
     def check(self, keys: list[str], /) -> bool:
         return self._caller.call(lambda store: store.check([self._prefix + key for key in keys]))
 
-    def delete_key(self, key: str, /) -> bool:
-        return self._caller.call(lambda store: store.delete_key(self._prefix + key))
+    def delete(self, keys: list[str], /) -> None:
+        """Deletes keys, without waiting for the store."""
+        self._caller.post(lambda store: [store.delete_key(self._prefix + key) for key in keys])
 
     def wait(self, keys: list[str], seconds: float, /) -> None:
         """Waits in the store until the keys are there; torch raises a RuntimeError if they are not in time."""

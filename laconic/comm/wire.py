@@ -10,7 +10,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from laconic.comm.store import JobStore
 BATCH_NBYTES = 1 << 18  # must have arrived before this process is woken up, if so much is still to come
 LOOK_SECONDS = 60.0  # between two reads of a wire on which less than that arrives
 CHECK_SECONDS = 1.0  # between two checks for failures, while waiting for a connection
+CALLS = 32  # to other ranks at the same time
 _SIOCGIFADDR = 0x8915  # Linux's ioctl for the address of an interface
 
 
@@ -122,6 +124,47 @@ class Connector:
         self._accepted: dict[int, Wire] = {}  # from ranks that have connected before this rank asked for them
         store.set(_key(rank), str(self._reception))
 
+    def connect_all(self, peers: Sequence[int]) -> dict[int, Wire]:
+        """Returns a new wire to each of the peers, which call this too.
+
+        Lower ranks are called at the same time: one after another, each would cost several round trips.
+
+        Raises:
+            WireError: there is none to some peer within the time-out.
+        """
+        wires: dict[int, Wire] = {}
+
+        def connect(peer: int) -> None:
+            try:
+                wires[peer] = self.connect(peer)
+            except WireError as error:
+                raise WireError(f"no connection to rank {peer}: {error}") from error
+
+        lower = [peer for peer in peers if peer < self._rank]
+        self._look_up(lower)
+        pool = ThreadPoolExecutor(min(CALLS, max(1, len(lower))), "laconic-connect")
+        try:
+            calls = [pool.submit(connect, peer) for peer in lower]
+            for peer in peers:
+                if peer > self._rank:
+                    connect(peer)
+            for call in calls:
+                call.result()
+        except BaseException:
+            for wire in wires.values():
+                wire.close()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        return wires
+
+    def _look_up(self, peers: list[int]) -> None:
+        """Reads in one call where peers listen, if all of them say so already."""
+        keys = [_key(peer) for peer in peers]
+        if keys and self._store.appear(keys, min(CHECK_SECONDS, self._timeout)):
+            found = self._store.multi_get(keys)
+            self._receptions.update((peer, text.decode()) for peer, text in zip(peers, found, strict=True))
+
     def connect(self, peer: int) -> Wire:
         """Returns a new wire to the peer, which calls this too.
 
@@ -155,7 +198,7 @@ class Connector:
             wire.close()
 
     def _connect(self, peer: int, deadline: float) -> Wire:
-        while not self._store.appear([_key(peer)], min(CHECK_SECONDS, self._timeout)):
+        while peer not in self._receptions and not self._store.appear([_key(peer)], min(CHECK_SECONDS, self._timeout)):
             self._check()
             if time.monotonic() > deadline:
                 raise WireError(f"it did not say where it listens within {self._timeout:g} s")

@@ -138,6 +138,41 @@ def test_three_workers_find_each_other_in_any_order(store: JobStore) -> None:
         connector.close()
 
 
+def test_lower_ranks_are_called_at_the_same_time(store: JobStore) -> None:
+    """Rank 0 says where it listens only after rank 1 has its wire: one after another, rank 2 would wait in vain."""
+    one, two = connectors(store, [1, 2])
+    made: list[Connector] = []
+
+    def others() -> None:
+        wires = [one.connect(2)]
+        made.extend(connectors(store, [0]))
+        wires.append(made[0].connect(2))
+        for new, number in zip(wires, (1.0, 0.0), strict=True):
+            new.sendrecv(torch.tensor([number]), torch.empty(1))
+            new.close()
+
+    def all_at_once() -> None:
+        wires = two.connect_all([0, 1])
+        for peer in (1, 0):
+            received = torch.empty(1)
+            wires[peer].sendrecv(torch.tensor([2.0]), received)
+            assert received.item() == peer
+            wires[peer].close()
+
+    both(others, all_at_once)
+    for connector in (one, two, *made):
+        connector.close()
+
+
+def test_of_many_peers_the_one_without_a_connection_is_named(store: JobStore) -> None:
+    zero, one, two = connectors(store, [0, 1, 2], timeout=0.5)
+    zero.close()
+    with pytest.raises(WireError, match=r"no connection to rank 0: .*refused"):
+        two.connect_all([0, 1])
+    for connector in (one, two):
+        connector.close()
+
+
 def test_connections_without_the_token_are_closed(store: JobStore) -> None:
     zero, one = connectors(store, [0, 1])
     where = zero._reception._listener.getsockname()
