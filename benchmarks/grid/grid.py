@@ -10,9 +10,13 @@ compare`.
 
 Not everything is run, since most of it is hopeless, and a line says why:
 - A run that takes longer than the task's limit (about four times the best) is ended.
+- A contender that does not reach the target in the task's steps is tried with a training twice as long, whose schedule
+  is as long too: `powersgd@320` trains for 320 steps.
 - A contender whose bytes to the target, as counted on a faster link, take longer than the limit is not started.
 - With a delay, only contenders that were within 2.5 times the best without it.
 - Seeds after the first, only the two best of laconic and the two best others of each cell.
+
+A cell is measured on one machine, which `--machine` names: runs of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class Recipe:
 
 TASKS = {
     "fashion": Recipe(*RECIPES["fashion"], steps=300, evaluations=30, target=0.85, limit=30),
-    "gpt": Recipe(*RECIPES["gpt"], steps=160, evaluations=16, target=2.32, limit=50),
+    "gpt": Recipe(*RECIPES["gpt"], steps=160, evaluations=16, target=2.32, limit=60),
 }
 RATES, ROUND_TRIPS = (100, 10, 1000), (0, 50)  # Mbit/s, ms
 START, ENDING = 40.0, 10.0  # seconds to start, to average at the end and to evaluate (10 Mbit/s), and to end
@@ -78,7 +82,10 @@ CONTENDERS = (
     "adpsgd+compressor=uniform:4",
     "qsgd",
     "torchft_diloco",
+    "torchft_diloco+mixing=0.5",
+    "torchft_diloco+outer_lr=1+outer_momentum=0",
     "torchft_diloco+period=8+delay=3",
+    "torchft_diloco+period=8+delay=3+mixing=0.5",
     "torchft_diloco+period=96+delay=24",
     "sparseloco+period=8",
     "sparseloco+period=8+kept=128",
@@ -88,7 +95,11 @@ CONTENDERS = (
     "powersgd",
     "post_local_sgd",
     "ddp",
+    "torchft_diloco@320",
+    "sparseloco+period=8+kept=128@320",
+    "powersgd@320",
 )
+ADAPTIVE = ("divisible", "a2cid2")  # they send fewer bytes on a slower link
 NEAR = 2.5  # times the best without a delay: worth trying with one
 REPEATED = 2  # of laconic and of others in each cell, with more seeds
 
@@ -114,16 +125,27 @@ class Cell:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("task", "rate", "round_trip", "workers", "contender", "seed"))
+    return tuple(row[name] for name in ("task", "rate", "round_trip", "workers", "contender", "seed", "machine"))
+
+
+def split_steps(contender: str, task: str) -> tuple[str, int]:
+    """Returns the contender's specification, and for how many steps it trains.
+
+    >>> split_steps("powersgd@320", "gpt"), split_steps("powersgd", "gpt")
+    (('powersgd', 320), ('powersgd', 160))
+    """
+    text, _, steps = contender.partition("@")
+    return text, int(steps or TASKS[task].steps)
 
 
 def train(cell: Cell, contender: str, seed: int) -> dict[str, Any]:
     """Makes one run and returns its row."""
     recipe = TASKS[cell.task]
     task = tasks.find_task(recipe.name)(**recipe.settings)
-    plan = Plan(task, cell.workers, recipe.steps, seed, cell.link, evaluations=recipe.evaluations)
+    text, steps = split_steps(contender, cell.task)
+    plan = Plan(task, cell.workers, steps, seed, cell.link, evaluations=recipe.evaluations * steps // recipe.steps)
     torch.set_num_threads(os.cpu_count() or 1)  # to evaluate, when the workers have ended
-    record = run(parse_contender(contender), plan)
+    record = run(parse_contender(text), plan)
     if record.status != "ok":
         return {"status": record.reason[-300:]}
     reached = record.reached(recipe.target)
@@ -160,11 +182,17 @@ def train_within(seconds: float, row: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def limit_of(contender: str, task: str) -> float:
+    """Returns after how many seconds a run is ended."""
+    return TASKS[task].limit * split_steps(contender, task)[1] / TASKS[task].steps
+
+
 def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int) -> str | None:
     """Returns why a run is not worth making, or None."""
-    limit, own = TASKS[cell.task].limit, [row for row in rows if row["contender"] == contender]
+    limit, own = limit_of(contender, cell.task), [row for row in rows if row["contender"] == contender]
     sent = [row["kb"] for row in own if (row["task"], row["workers"]) == (cell.task, cell.workers) and row.get("kb")]
-    if sent and cell.rate and 8e-3 * min(sent) / cell.rate > limit:
+    adapts = contender.split("+")[0] in ADAPTIVE
+    if sent and cell.rate and not adapts and 8e-3 * min(sent) / cell.rate > limit:
         return f"its bytes to the target alone take {8e-3 * min(sent) / cell.rate:.0f} s"
     if cell.rate == 0:
         return None
@@ -187,12 +215,15 @@ def run_all(options: argparse.Namespace) -> None:
     networks = [(0, 0), *((rate, trip) for trip in options.round_trips for rate in options.rates)]
     for seed, task, (rate, round_trip) in itertools.product(seeds, options.tasks, networks):
         cell = Cell(task, rate, round_trip, options.workers)
+        others = {row["machine"] for row in of_cell(rows, cell)} - {options.machine}
+        if rate and others:
+            raise SystemExit(f"{cell} was measured on machine {others.pop()!r}: remove those runs, or leave it out")
         for contender in FLOOR if rate == 0 else options.contenders:
-            row = dataclasses.asdict(cell) | {"contender": contender, "seed": seed}
+            row = dataclasses.asdict(cell) | {"contender": contender, "seed": seed, "machine": options.machine}
             reason = why_not(rows, cell, contender, seed)
             if key(row) in done or (reason is not None and seed):
                 continue
-            found = train_within(TASKS[task].limit, row) if reason is None else {"status": reason}
+            found = train_within(limit_of(contender, task), row) if reason is None else {"status": reason}
             row |= found | {"date": datetime.date.today().isoformat()}
             rows.append(row)
             with options.out.open("a") as file:
@@ -204,17 +235,21 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def of_cell(rows: list[dict[str, Any]], cell: Cell) -> list[dict[str, Any]]:
+    place = dataclasses.astuple(cell)
+    return [row for row in rows if (row["task"], row["rate"], row["round_trip"], row["workers"]) == place]
+
+
 def times(rows: list[dict[str, Any]], cell: Cell) -> dict[str, list[float]]:
     """Returns the seconds to the target of each contender, one for each seed; infinite if it was not reached."""
     found: dict[str, list[float]] = {}
-    for row in rows:
-        if (row["task"], row["rate"], row["round_trip"], row["workers"]) == dataclasses.astuple(cell):
-            found.setdefault(row["contender"], []).append(row.get("seconds") or math.inf)
+    for row in of_cell(rows, cell):
+        found.setdefault(row["contender"], []).append(row.get("seconds") or math.inf)
     return found
 
 
 def is_peer(contender: str) -> bool:
-    return contender.split("+")[0] in BASELINES
+    return contender.partition("@")[0].split("+")[0] in BASELINES
 
 
 def main() -> None:
@@ -227,6 +262,7 @@ def main() -> None:
     running.add_argument("--round-trips", nargs="+", type=int, default=ROUND_TRIPS, help="ms")
     running.add_argument("--workers", type=int, default=4)
     running.add_argument("--seeds", type=int, default=3)
+    running.add_argument("--machine", default="a", help="a label; runs of one cell must have the same")
     running.add_argument("--first-seed", type=int, default=0)
     running.add_argument("--contenders", nargs="+", default=CONTENDERS)
     commands.add_parser("one").add_argument("row")
