@@ -132,6 +132,6 @@ def broadcast_rounds(size: int) -> Rounds:
     return Rounds((size - 1).bit_length() + ANNOUNCEMENT_ROUNDS if size > 1 else 0)
 
 
-MEETING_ROUNDS = 2  # to the store, and back
+MEETING_ROUNDS = 6  # to the store and back: looking for all notes, and reading them (torch asks twice)
 # Of gossip: the worker that comes last replaces the board (2) and wakes up its partner (2), which reads the board (2).
 PAIRING_ROUNDS = 6

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import select
 import selectors
 import socket
 import struct
 import time
+from collections.abc import Mapping
 
 BACKLOG = 1024
 HELLO_SECONDS = 5.0  # within which a new connection must identify itself, else it is closed
@@ -123,3 +126,56 @@ def call(where: str, rank: int, number: int, seconds: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+class NoAnswer(OSError):
+    """A reception that does not answer.
+
+    Args:
+        peer: whose it is.
+        why: what happened.
+    """
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
+
+
+def call_all(where: Mapping[int, str], rank: int, seconds: float) -> dict[int, socket.socket]:
+    """Connects to several receptions at the same time, and identifies this rank, with the number 0.
+
+    Args:
+        where: the receptions, as their `str`, by rank.
+        rank: this rank.
+        seconds: in which all connections must be there.
+
+    Raises:
+        NoAnswer: one is not there.
+    """
+    deadline = time.monotonic() + seconds
+    connections: dict[int, socket.socket] = {}
+    try:
+        for peer, text in where.items():
+            address, port, _ = text.split()
+            connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            connections[peer] = connection
+            connection.setblocking(False)
+            connection.connect_ex((address, int(port)))  # goes on while the others are called
+        for peer, connection in connections.items():
+            poll = select.poll()
+            poll.register(connection, select.POLLOUT)
+            if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+                raise NoAnswer(peer, f"it did not answer within {seconds:g} s")
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise NoAnswer(peer, os.strerror(error))
+            connection.settimeout(seconds)
+            try:
+                connection.sendall(_HELLO.pack(where[peer].split()[2].encode(), rank, 0))
+            except OSError as failure:
+                raise NoAnswer(peer, str(failure)) from failure
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
+    return connections

@@ -100,7 +100,7 @@ class Register:
         self.store.set(f"meet/{number}/{self.rank}", json.dumps([what, step, note, self._started]))
         self._wait_for_members(number, what, step, timeout)
         signed = [json.loads(text) for text in self.store.multi_get([f"meet/{number}/{r}" for r in self.members])]
-        if number > 2:  # all ranks have come to the meeting before this one, so all have read the one before that
+        if number > 2:  # all ranks have left the last one, but one that gossip has dropped may still be there
             self._delete_meeting(number - 2)
         if any(other[0] != what for other in signed):
             places = "; ".join(

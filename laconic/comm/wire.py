@@ -11,18 +11,16 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from laconic.comm.reception import Reception, call
+from laconic.comm.reception import NoAnswer, Reception, call, call_all
 from laconic.comm.store import JobStore
 
 BATCH_NBYTES = 1 << 18  # must have arrived before this process is woken up, if so much is still to come
 LOOK_SECONDS = 60.0  # between two reads of a wire on which less than that arrives
 CHECK_SECONDS = 1.0  # between two checks for failures, while waiting for a connection
-CALLS = 32  # to other ranks at the same time
 _SIOCGIFADDR = 0x8915  # Linux's ioctl for the address of an interface
 
 
@@ -132,38 +130,41 @@ class Connector:
         Raises:
             WireError: there is none to some peer within the time-out.
         """
-        wires: dict[int, Wire] = {}
-
-        def connect(peer: int) -> None:
-            try:
-                wires[peer] = self.connect(peer)
-            except WireError as error:
-                raise WireError(f"no connection to rank {peer}: {error}") from error
-
         lower = [peer for peer in peers if peer < self._rank]
-        self._look_up(lower)
-        pool = ThreadPoolExecutor(min(CALLS, max(1, len(lower))), "laconic-connect")
+        wires: dict[int, Wire] = {}
         try:
-            calls = [pool.submit(connect, peer) for peer in lower]
+            self._look_up(lower)
+            called = call_all({peer: self._receptions[peer] for peer in lower}, self._rank, self._timeout)
+            wires.update((peer, Wire(connection, self._timeout)) for peer, connection in called.items())
             for peer in peers:
                 if peer > self._rank:
-                    connect(peer)
-            for call in calls:
-                call.result()
+                    wires[peer] = self._connect_named(peer)
+        except NoAnswer as error:
+            raise WireError(f"no connection to rank {error.peer}: {error}") from error
         except BaseException:
             for wire in wires.values():
                 wire.close()
             raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
         return wires
 
-    def _look_up(self, peers: list[int]) -> None:
-        """Reads in one call where peers listen, if all of them say so already."""
-        keys = [_key(peer) for peer in peers]
-        if keys and self._store.appear(keys, min(CHECK_SECONDS, self._timeout)):
-            found = self._store.multi_get(keys)
-            self._receptions.update((peer, text.decode()) for peer, text in zip(peers, found, strict=True))
+    def _connect_named(self, peer: int) -> Wire:
+        try:
+            return self.connect(peer)
+        except WireError as error:
+            raise WireError(f"no connection to rank {peer}: {error}") from error
+
+    def _look_up(self, peers: Sequence[int]) -> None:
+        """Reads where peers listen, in one call."""
+        deadline, keys = time.monotonic() + self._timeout, [_key(peer) for peer in peers]
+        while keys and not self._store.appear(keys, min(CHECK_SECONDS, self._timeout)):
+            self._check()
+            if time.monotonic() > deadline:
+                missing = next(peer for peer, key in zip(peers, keys, strict=True) if not self._store.check([key]))
+                raise WireError(
+                    f"no connection to rank {missing}: it did not say where it listens within {self._timeout:g} s"
+                )
+        found = self._store.multi_get(keys) if keys else []
+        self._receptions.update((peer, text.decode()) for peer, text in zip(peers, found, strict=True))
 
     def connect(self, peer: int) -> Wire:
         """Returns a new wire to the peer, which calls this too.
@@ -198,7 +199,7 @@ class Connector:
             wire.close()
 
     def _connect(self, peer: int, deadline: float) -> Wire:
-        while peer not in self._receptions and not self._store.appear([_key(peer)], min(CHECK_SECONDS, self._timeout)):
+        while not self._store.appear([_key(peer)], min(CHECK_SECONDS, self._timeout)):
             self._check()
             if time.monotonic() > deadline:
                 raise WireError(f"it did not say where it listens within {self._timeout:g} s")

@@ -168,7 +168,7 @@ class Network:
 
         Args:
             traffic: the bytes that each rank sends and receives.
-            rounds: of messages that wait for each other.
+            rounds: of messages that wait for each other, some of them while bytes are sent.
             connections: to how many others a rank sends at the same time.
             done: called at the end.
         """
@@ -182,9 +182,11 @@ class Network:
             nonlocal left
             left -= 1
             if left == 0:
-                sent = max(self.engine.now, earliest)
-                hidden = min(rounds.hidden * (sent - started), (rounds.count - rounds.least) * self._path_delay(ranks))
-                self.engine.at(sent + max(0.0, self.latency(ranks, rounds.count) - hidden), done)
+                sent, delay = max(self.engine.now, earliest), self._path_delay(ranks)
+                hidden = rounds.hidden * (sent - started) / delay if delay else 0.0
+                hidden = min(hidden, rounds.count - rounds.least)  # in rounds
+                left_over = self.latency(ranks, rounds.count - int(hidden)) - hidden % 1 * delay
+                self.engine.at(sent + max(0.0, left_over), done)
 
         for rank, (sent, received) in traffic.items():
             for port, nbytes in ((self._up[rank], sent), (self._down[rank], received)):

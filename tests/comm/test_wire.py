@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -138,38 +139,66 @@ def test_three_workers_find_each_other_in_any_order(store: JobStore) -> None:
         connector.close()
 
 
-def test_lower_ranks_are_called_at_the_same_time(store: JobStore) -> None:
-    """Rank 0 says where it listens only after rank 1 has its wire: one after another, rank 2 would wait in vain."""
-    one, two = connectors(store, [1, 2])
-    made: list[Connector] = []
+def test_all_lower_ranks_are_looked_up_in_one_call(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And called before the first answers: with a delay, a call of the store for each would be round trips."""
+    opened = connectors(store, [0, 1, 2, 3])
+    calls: list[object] = []
+    original = store._caller.call
 
-    def others() -> None:
-        wires = [one.connect(2)]
-        made.extend(connectors(store, [0]))
-        wires.append(made[0].connect(2))
-        for new, number in zip(wires, (1.0, 0.0), strict=True):
-            new.sendrecv(torch.tensor([number]), torch.empty(1))
-            new.close()
+    def counted(function: Callable[..., object], seconds: float = 0.0) -> object:
+        calls.append(function)
+        return original(function, seconds)
 
-    def all_at_once() -> None:
-        wires = two.connect_all([0, 1])
-        for peer in (1, 0):
-            received = torch.empty(1)
-            wires[peer].sendrecv(torch.tensor([2.0]), received)
-            assert received.item() == peer
-            wires[peer].close()
-
-    both(others, all_at_once)
-    for connector in (one, two, *made):
+    monkeypatch.setattr(store._caller, "call", counted)
+    wires = opened[3].connect_all([0, 1, 2])
+    assert len(calls) == 2  # are all there, and where?
+    for peer, new in wires.items():
+        other, received = opened[peer].connect(3), torch.empty(1)
+        both(
+            functools.partial(other.sendrecv, torch.tensor([float(peer)]), torch.empty(1)),
+            functools.partial(new.sendrecv, torch.tensor([3.0]), received),
+        )
+        assert received.item() == peer
+        other.close()
+        new.close()
+    for connector in opened:
         connector.close()
 
 
-def test_of_many_peers_the_one_without_a_connection_is_named(store: JobStore) -> None:
-    zero, one, two = connectors(store, [0, 1, 2], timeout=0.5)
-    zero.close()
-    with pytest.raises(WireError, match=r"no connection to rank 0: .*refused"):
+def test_lower_and_higher_ranks_are_connected(store: JobStore) -> None:
+    zero, one, two = connectors(store, [0, 1, 2])
+    early = two.connect(1)
+    wires = one.connect_all([0, 2])
+    assert sorted(wires) == [0, 2]
+    for wire_ in (*wires.values(), early):
+        wire_.close()
+    for connector in (zero, one, two):
+        connector.close()
+
+
+def test_of_many_peers_the_one_that_refuses_is_named_and_the_others_are_closed(store: JobStore) -> None:
+    zero, one, two, three = connectors(store, [0, 1, 2, 3], timeout=5)
+    one.close()
+    early = three.connect(2)
+    with pytest.raises(WireError, match=r"no connection to rank 1: .*refused"):
+        two.connect_all([0, 1, 3])
+    found: list[tuple[int, int, socket.socket]] = []
+    while not found:
+        found = zero._reception.welcome(5.0)
+    ((rank, _, connection),) = found
+    connection.settimeout(5.0)
+    assert (rank, connection.recv(1)) == (2, b"")
+    connection.close()
+    for connector in (zero, two, three):
+        connector.close()
+    early.close()
+
+
+def test_a_rank_that_does_not_say_where_it_listens_is_named(store: JobStore) -> None:
+    zero, two = connectors(store, [0, 2], timeout=0.2)
+    with pytest.raises(WireError, match=r"no connection to rank 1: it did not say where it listens within 0\.2 s"):
         two.connect_all([0, 1])
-    for connector in (one, two):
+    for connector in (zero, two):
         connector.close()
 
 

@@ -329,6 +329,19 @@ def test_without_privileges() -> None:
     assert (result.returncode, result.stdout) == (0, "HELLO\n"), result.stderr
 
 
+def test_a_relayed_network_in_a_user_namespace() -> None:
+    """As root of a user namespace only, which has no privileges outside, but may open /dev/net/tun."""
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare, which would make a user namespace, is not installed")
+    script = WITHOUT_PRIVILEGES.replace('"100mbit"', '"100mbit+5ms~1ms%0.1"')
+    script = script.replace("    assert network.hosts[0].user_namespace is not None\n", "")
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "unshare failed" in result.stderr or "/dev/net/tun cannot be used" in result.stderr:
+        pytest.skip(result.stderr.splitlines()[-1])
+    assert (result.returncode, result.stdout) == (0, "HELLO\n"), result.stderr
+
+
 def test_the_error_says_when_the_kernel_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(flags: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
