@@ -1,10 +1,11 @@
 """Who reaches the target first, on which network? Methods and peers on a grid of tasks, rates and round trips.
 
-    LACONIC_DATA=… python benchmarks/grid/grid.py run        (as root; 80 minutes on 2 cores; needs the extra [peers])
+    LACONIC_DATA=… python benchmarks/grid/grid.py run      (as root; hours on 2 cores; needs the extras [bench,peers])
     LACONIC_DATA=… python benchmarks/grid/grid.py run --tasks fashion --rates 100 --round-trips 0 --seeds 1
-    python benchmarks/grid/page.py                           (prints the tables of grid.md)
+    python benchmarks/grid/page.py --file runs/grid.jsonl  (prints the tables of grid.md)
 
 Every run is a real training on emulated hosts. A line of the file is one run; `run` makes those that the file lacks.
+The recorded runs are in grid.jsonl.
 The clock includes one average of all models at the target for methods whose workers differ, as everywhere in `laconic
 compare`.
 
@@ -45,8 +46,6 @@ from laconic.bench.strategies import parse_contender
 sys.path.append(str(Path(__file__).parents[1] / "divisible"))
 from finalists import TASKS as RECIPES
 
-HERE = Path(__file__).parent
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -65,7 +64,8 @@ TASKS = {
     "gpt": Recipe(*RECIPES["gpt"], steps=160, evaluations=16, target=2.32, limit=60),
 }
 RATES, ROUND_TRIPS = (100, 10, 1000), (0, 50)  # Mbit/s, ms
-START, ENDING = 40.0, 10.0  # seconds to start, to average at the end and to evaluate (10 Mbit/s), and to end
+START, ENDING = 40.0, 10.0  # seconds to start, to average at the end and to evaluate, and to end
+SLOW_START = 600.0  # and so many more divided by the link's Mbit/s: the model travels three times
 FLOOR = ("none", "none_averaged", "allreduce")  # computing alone, and the steps of full communication: on loopback
 CONTENDERS = (
     "divisible",
@@ -165,10 +165,11 @@ def train(cell: Cell, contender: str, seed: int) -> dict[str, Any]:
 
 def train_within(seconds: float, row: dict[str, Any]) -> dict[str, Any]:
     """Makes one run in a process of its own, which is ended after so many seconds of training (and some to start)."""
+    around = START + (SLOW_START / row["rate"] if row["rate"] else 0.0)
     command = [sys.executable, __file__, "one", json.dumps(row)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
-            output, _ = process.communicate(timeout=seconds + START)
+            output, _ = process.communicate(timeout=seconds + around)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C: workers and emulated hosts end
             try:
@@ -191,7 +192,7 @@ def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int) -
     """Returns why a run is not worth making, or None."""
     limit, own = limit_of(contender, cell.task), [row for row in rows if row["contender"] == contender]
     sent = [row["kb"] for row in own if (row["task"], row["workers"]) == (cell.task, cell.workers) and row.get("kb")]
-    adapts = contender.split("+")[0] in ADAPTIVE
+    adapts = name_of(contender) in ADAPTIVE
     if sent and cell.rate and not adapts and 8e-3 * min(sent) / cell.rate > limit:
         return f"its bytes to the target alone take {8e-3 * min(sent) / cell.rate:.0f} s"
     if cell.rate == 0:
@@ -209,6 +210,7 @@ def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int) -
 
 
 def run_all(options: argparse.Namespace) -> None:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = read(options.out) if options.out.exists() else []
     done = {key(row) for row in rows}
     seeds = range(options.first_seed, options.seeds)
@@ -248,21 +250,25 @@ def times(rows: list[dict[str, Any]], cell: Cell) -> dict[str, list[float]]:
     return found
 
 
+def name_of(contender: str) -> str:
+    return contender.partition("@")[0].split("+")[0]
+
+
 def is_peer(contender: str) -> bool:
-    return contender.partition("@")[0].split("+")[0] in BASELINES
+    return name_of(contender) in BASELINES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
-    running.add_argument("--out", type=Path, default=HERE / "grid.jsonl")
+    running.add_argument("--out", type=Path, default=Path("runs/grid.jsonl"))
     running.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     running.add_argument("--rates", nargs="+", type=int, default=RATES, help="Mbit/s")
     running.add_argument("--round-trips", nargs="+", type=int, default=ROUND_TRIPS, help="ms")
     running.add_argument("--workers", type=int, default=4)
     running.add_argument("--seeds", type=int, default=3)
-    running.add_argument("--machine", default="a", help="a label; runs of one cell must have the same")
+    running.add_argument("--machine", default="here", help="a label; runs of one cell must have the same")
     running.add_argument("--first-seed", type=int, default=0)
     running.add_argument("--contenders", nargs="+", default=CONTENDERS)
     commands.add_parser("one").add_argument("row")

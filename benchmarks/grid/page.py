@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grid import HERE, TASKS, Cell, is_peer, of_cell, read, split_steps
+from grid import TASKS, Cell, is_peer, of_cell, read, split_steps
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "figures"))
 from draw import svg, text
@@ -108,7 +108,10 @@ def network(cell: Cell) -> str:
 
 
 def describe(one: Result, is_best: bool) -> str:
-    if not math.isfinite(one.mean):
+    reached = [seconds for seconds in one.seconds if math.isfinite(seconds)]
+    if reached and not math.isfinite(one.mean):
+        return f"{len(reached)} of {len(one.seconds)} seeds: " + ", ".join(f"{seconds:.1f}" for seconds in reached)
+    if not reached:
         return one.why.replace("its bytes to the target alone take", "bytes alone:").replace("ended after", ">")
     spread = f" ({min(one.seconds):.1f} – {max(one.seconds):.1f})" if len(one.seconds) > 1 else ""
     mean = f"**{one.mean:.1f}**" if is_best else f"{one.mean:.1f}"
@@ -158,7 +161,7 @@ def print_leads(rows: list[Row], cells: list[Cell]) -> None:
 
 
 def short(name: str) -> str:
-    kind, *settings = name.split("+")
+    kind, *settings = name.partition("@")[0].split("+")
     bits = next((s.split("=")[1] for s in settings if s.startswith("compressor=")), "")
     suffix = {"uniform:4": ", 4 bits", "pick:7": ", Pick(7)"}.get(bits, "")
     return SHORT.get(kind, kind) + suffix
@@ -200,7 +203,7 @@ def draw_map(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, default=HERE / "grid.jsonl")
+    parser.add_argument("--file", type=Path, default=Path(__file__).parent / "grid.jsonl")
     parser.add_argument("--map", type=Path, help="writes the heat map instead")
     options = parser.parse_args()
     rows = read(options.file)
