@@ -34,8 +34,11 @@ METHODS = {  # and the method that stands for each in a simulation
     "qsgd": "qsgd",
     "efficient_adam": "efficient_adam",
 }
+# These send while workers compute, so they are compared with one worker on each core only.
+BACKGROUND = ("divisible+period=4+background=uniform:4", "diloco+period=4+delay=2+compressor=uniform:4", "a2cid2")
 PAUSE = 0.02
-WARM_UP, STEPS = 2, 6
+# Steps that are left out, and steps that count. With a delay, TCP and the ranks' order take longer to settle.
+NEAR, FAR = (2, 6), (6, 18)
 
 
 def numel(link: str) -> int:
@@ -54,9 +57,18 @@ class Vector(nn.Module):
         return self.x.sum() * (1 + int(os.environ["RANK"]))
 
 
-def take_turn(method: str, numel: int, pause: float) -> tuple[float, float, float]:
+def methods_of(workers: int) -> dict[str, str]:
+    return METHODS | ({name: name for name in BACKGROUND} if workers <= (os.cpu_count() or 1) else {})
+
+
+def steps_of(method: str, link: str) -> tuple[int, int]:
+    return FAR if method in BACKGROUND or parse_link(link).delay_seconds else NEAR
+
+
+def take_turn(method: str, link: str, pause: float) -> tuple[float, float, float]:
     """Returns the seconds of a step, how many of them it waits, and the seconds of the method's overhead."""
-    model = Vector(numel)
+    warm_up, counted = steps_of(method, link)
+    model = Vector(numel(link))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with parse_contender(method).strategy.join(model, optimizer) as session:
         clock = time.monotonic if session.worker is None else session.worker.comm.now
@@ -66,30 +78,30 @@ def take_turn(method: str, numel: int, pause: float) -> tuple[float, float, floa
             waited = reading.waiting_seconds or 0.0
             return clock(), waited, (reading.method_seconds or 0.0) - waited
 
-        for step in range(WARM_UP + STEPS):
-            if step == WARM_UP:
+        for step in range(warm_up + counted):
+            if step == warm_up:
                 before = read()
             session.module().backward()
             if pause:
                 time.sleep(pause)
             session.optimizer.step()
             session.optimizer.zero_grad()
-        step_seconds, waited, own = ((now - then) / STEPS for now, then in zip(read(), before, strict=True))
+        step_seconds, waited, own = ((now - then) / counted for now, then in zip(read(), before, strict=True))
         return step_seconds, waited, own
 
 
-def work(methods: list[str], numel: int, turns: int) -> dict[str, list[tuple[float, float, float]]]:
+def work(methods: list[str], link: str, turns: int) -> dict[str, list[tuple[float, float, float]]]:
     torch.set_num_threads(1)
-    taken = [{method: take_turn(method, numel, PAUSE) for method in methods} for _ in range(turns)]
+    taken = [{method: take_turn(method, link, PAUSE) for method in methods} for _ in range(turns)]
     return {method: [turn[method] for turn in taken] for method in methods}
 
 
 def emulate(workers: int, link: str, turns: int) -> None:
     """Measures all methods on an emulated network, and appends the medians over the turns to the record."""
     with hosts_behind(link, workers) as hosts:
-        ranks = laconic.spawn(work, workers, list(METHODS), numel(link), turns, hosts=hosts, preload=PRELOAD)
+        ranks = laconic.spawn(work, workers, list(methods_of(workers)), link, turns, hosts=hosts, preload=PRELOAD)
     with RECORD.open("a") as file:
-        for method in METHODS:
+        for method in methods_of(workers):
             means = [
                 [statistics.fmean(rank[method][turn][i] for rank in ranks) for i in range(3)] for turn in range(turns)
             ]
@@ -101,7 +113,7 @@ def emulate(workers: int, link: str, turns: int) -> None:
 
 def simulate(method: str, workers: int, link: str, compute: float) -> float:
     """Returns the simulated seconds of a step."""
-    results = laconic.simulate(take_turn, workers, METHODS[method], numel(link), 0.0, link=link, compute=compute)
+    results = laconic.simulate(take_turn, workers, methods_of(workers)[method], link, 0.0, link=link, compute=compute)
     return float(results[0][0])
 
 
@@ -111,22 +123,29 @@ def table() -> None:
     A simulated step computes as long as an emulated one: the pause, and what was measured of the method's overhead.
     """
     lines = [json.loads(text) for text in RECORD.read_text().splitlines()]
-    print("| link | workers | " + " | ".join(method.split("+")[0] for method in METHODS) + " |")
-    print("|---" * (2 + len(METHODS)) + "|")
-    differences = []
-    for link, workers in dict.fromkeys((line["link"], line["workers"]) for line in lines):
-        cells = []
+    names = (*METHODS, *BACKGROUND)
+    print("| link | workers | " + " | ".join(method.split("+")[0] for method in names) + " |")
+    print("|---" * (2 + len(names)) + "|")
+    waiting, background = [], []  # differences
+    for link, workers in sorted({(line["link"], line["workers"]) for line in lines}):
+        cells = dict.fromkeys(names, "")
         for line in lines:
-            if (line["link"], line["workers"]) == (link, workers):
-                simulated = simulate(line["method"], workers, link, PAUSE + line["own"])
-                difference = simulated / line["step"] - 1
-                waiting = line["waited"] / line["step"] if line["waited"] else 1 - PAUSE / line["step"]
-                cell = f"{1e3 * line['step']:.0f} {100 * difference:+.0f} %"
-                cells.append(cell if waiting >= 0.5 else f"({cell})")
-                differences += [abs(difference)] if waiting >= 0.5 else []
-        print(f"| {link} | {workers} | " + " | ".join(cells) + " |", flush=True)
-    within = sum(difference <= 0.1 for difference in differences)
-    print(f"within 10 %: {within} of {len(differences)} steps that wait at least half of the time")
+            if (line["link"], line["workers"]) != (link, workers):
+                continue
+            difference = simulate(line["method"], workers, link, PAUSE + line["own"]) / line["step"] - 1
+            waits = 2 * (line["waited"] or line["step"] - PAUSE) >= line["step"]
+            cell = f"{1e3 * line['step']:.0f} {100 * difference:+.0f} %"
+            cells[line["method"]] = cell if waits else f"({cell})"
+            if line["method"] in BACKGROUND:
+                background.append(abs(difference))
+            elif waits:
+                waiting.append(abs(difference))
+        print(f"| {link} | {workers} | " + " | ".join(cells.values()) + " |", flush=True)
+    for what, found in (
+        ("steps that wait at least half of the time", waiting),
+        ("steps in the background", background),
+    ):
+        print(f"within 10 %: {sum(difference <= 0.1 for difference in found)} of {len(found)} {what}")
 
 
 def main() -> None:
