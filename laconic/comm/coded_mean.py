@@ -278,7 +278,10 @@ class PlainMean:
     def send(self, vector: Tensor, *, step: int, counted: Sequence[int] | None = None) -> Transfer:
         counted = range(self._comm.size) if counted is None else counted
         sent = vector if self._comm.rank in counted else torch.zeros_like(vector)
-        return Transfer(step, sent, self._comm.mean_async(sent), self._comm.meter.step, counted)
+        return Transfer(step, sent, self._start(sent), self._comm.meter.step, counted)
+
+    def _start(self, sent: Tensor) -> Pending[Tensor]:
+        return self._comm.mean_async(sent)
 
     def answer(self, transfer: Transfer) -> None:
         """Does nothing: there is no second hop."""

@@ -45,3 +45,19 @@ def test_a_given_delay_stays_and_a_short_one_waits() -> None:
     for metrics, waited in results:
         assert (metrics["delay"], metrics["foreground"]) == (1, False)
         assert waited > 16 * 0.02
+
+
+def test_a_foreground_in_fp32_takes_two_rounds_with_any_number_of_workers() -> None:
+    """gloo's ring, which it took before, would take 28 delays of 25 ms with 8 workers."""
+
+    def run() -> float:
+        model = build_model()
+        optimizer = adam(model)
+        with laconic.Worker(model, optimizer, laconic.Divisible(period=None)) as worker:
+            start = worker.comm.now()
+            for step in range(10):
+                train_step(model, optimizer, worker.rank, step)
+            return (worker.comm.now() - start) / 10
+
+    for seconds in laconic.simulate(run, 8, link="100mbit+25ms", compute=0.02):
+        assert 0.07 <= seconds < 0.1  # the settings of the optimizers are compared, too

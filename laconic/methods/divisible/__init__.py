@@ -381,8 +381,9 @@ class Divisible(Method):
         """Returns the seconds of an empty message of the foreground, which waits for the slowest worker too, and then
         of one of the background."""
         device = worker.x.device
-        waiting = time_empty(worker.comm, device, is_quantized=self._foreground.is_quantized)
-        return waiting, time_empty(self._channel, device, is_quantized=self.background is not None)
+        quantized = self._foreground.is_quantized
+        waiting = time_empty(worker.comm, device, is_quantized=quantized, is_waited_for=True)
+        return waiting, time_empty(self._channel, device, is_quantized=self.background is not None, is_waited_for=False)
 
     def _measure(
         self, worker: Replica, computed: float, waits: tuple[float, float], working: float, stretching: float

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from laconic.comm import Comm
+from laconic.comm import Comm, Pending
 from laconic.comm.coded_mean import CodedMean, GatheredMean, PlainMean, block_of, split
+from laconic.comm.solo import Arrived
 from laconic.compress import Compressor, Uniform
 
 FOREGROUND = Uniform(8)
+
+
+class WaitedMean(PlainMean):
+    """The same by the blocking verb, which sends short vectors straight to all ranks: two rounds, not 4(n − 1)."""
+
+    def _start(self, sent: Tensor) -> Pending[Tensor]:
+        return Arrived(self._comm.mean(sent))
 
 
 class ForegroundAverages:
@@ -26,7 +34,7 @@ class ForegroundAverages:
         if numel not in self._made and self.is_quantized:
             self._made[numel] = GatheredMean(self._comm, 0, numel, FOREGROUND, name="move")
         elif numel not in self._made:
-            self._made[numel] = PlainMean(self._comm, numel)
+            self._made[numel] = WaitedMean(self._comm, numel)
         return self._made[numel]
 
 

@@ -23,11 +23,13 @@ def time_work(comm: Comm, device: torch.device | None, work: Callable[[], None])
     return max(0.0, now(comm, device) - start - (comm.meter.current_step.seconds() - waited))
 
 
-def time_empty(comm: Comm, device: torch.device, *, is_quantized: bool) -> float:
+def time_empty(comm: Comm, device: torch.device, *, is_quantized: bool, is_waited_for: bool) -> float:
     """Returns the seconds that an average of nothing takes, by the verb of quantized or of fp32 averages."""
     start = now(comm, device)
     if is_quantized:
         comm.all_gather(torch.zeros(1, dtype=torch.uint8, device=device))
+    elif is_waited_for:
+        comm.mean(torch.zeros(1, device=device))
     else:
         comm.mean_async(torch.zeros(1, device=device)).wait()
     return now(comm, device) - start
