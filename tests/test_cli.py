@@ -209,7 +209,7 @@ def test_simulated_comparison(
     assert call(monkeypatch, f"{base} {words}") == 0
     allreduce, local_sgd = RunsFile(tmp_path).read()
     assert allreduce.link == "simulated 1gbit+10ms"
-    assert 4 * 0.5 + 4 * 158 * 0.01 < allreduce.seconds < 10.0, "158 rounds of a ring in each step"
+    assert 4 * 0.5 + 4 * 316 * 0.01 < allreduce.seconds < 15.0, "316 rounds of a ring in each step"
     assert 2.0 < local_sgd.seconds < allreduce.seconds
     assert "(simulated)" in capsys.readouterr().out
     assert "Simulated in one process, not measured" in (tmp_path / "index.html").read_text()
