@@ -14,7 +14,7 @@ Not everything is run, since most of it is hopeless, and a line says why:
 - A contender that does not reach the target in the task's steps is tried with a training twice as long, whose schedule
   is as long too: `powersgd@320` trains for 320 steps.
 - A contender whose bytes to the target, as counted on a faster link, take longer than the limit is not started.
-- With a delay, only contenders that were within 2.5 times the best without it.
+- With a delay, only contenders that were run without it, and within 2.5 times the best.
 - Seeds after the first, only the two best of laconic and the two best others of each cell.
 
 A cell is measured on one machine, which `--machine` names: runs of different machines are never compared.
@@ -199,7 +199,9 @@ def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int) -
         return None
     if seed == 0 and cell.round_trip:
         found = {name: min(values) for name, values in times(rows, dataclasses.replace(cell, round_trip=0)).items()}
-        if found.get(contender, math.inf) > NEAR * min(found.values()):
+        if contender not in found:
+            return "not run without a delay"
+        if found[contender] > NEAR * min(found.values()):
             return f"more than {NEAR} times the best without a delay"
     elif seed:
         first = {name: values[0] for name, values in times(rows, cell).items() if math.isfinite(values[0])}
