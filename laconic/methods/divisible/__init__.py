@@ -392,13 +392,12 @@ class Divisible(Method):
         pace, flight, start = self._pace, self._flights[-1], now(worker.comm, worker.x.device)
         assert pace is not None  # only it measures
         flight.wait()
-        # The latency of a message does not depend on the period.
-        seconds = max(0.0, worker.comm.now() - start - waits[1])
+        seconds = worker.comm.now() - start
         if self._left is not None:
-            whole = worker.x.numel() / (flight.piece.stop - flight.piece.start)
-            before = pace.decision
-            sending = seconds * whole * self._hops
-            pace.add(worker.step, Times(computed - self._left, *waits, sending, working * whole, stretching))
+            pieces = worker.x.numel() / (flight.piece.stop - flight.piece.start)
+            messages, before = pieces * self._hops, pace.decision
+            times = Times(computed - self._left, *waits, seconds * messages, working * pieces, stretching, messages)
+            pace.add(worker.step, times)
             if pace.decision != before:
                 self._recut(worker)
 

@@ -38,12 +38,13 @@ class Times:
     computing: float
     waiting: float  # for an empty message of the foreground, so for the slowest worker too
     latency: float  # of an empty message of the background
-    sending: float  # the whole vector with the present quantizer, through all hops, without latency
+    sending: float  # the whole vector with the present quantizer, in messages that each wait for the one before
     working: float  # to quantize and apply the whole vector
     stretching: float = 0.0  # the steps of the whole vector
+    messages: float = 1.0  # that `sending` counts, through all hops
 
 
-NUMBERS = 6  # of `Times`
+NUMBERS = 7  # of `Times`
 
 
 @dataclass
@@ -112,8 +113,10 @@ class Pace:
         if len(self.samples) < WINDOW:
             return
         typical = Times(*(statistics.median(column) for column in zip(*self.samples, strict=True)))
-        # Whatever else delays a message, such as a worker that sends it late, only makes sending seem slower.
-        sending = min(Times(*sample).sending for sample in self.samples)
+        # Whatever else delays a message, such as a worker that sends it late or a busy core, only makes it seem slower,
+        # and may delay an empty message more than the one beside it: so the least of each counts.
+        least = Times(*(min(column) for column in zip(*self.samples, strict=True)))
+        sending = max(0.0, least.sending - least.latency * typical.messages)
         local_times = astuple(replace(typical, sending=sending))
         in_node = [max(column) for column in zip(*self.gather(local_times), strict=True)]
         local = torch.tensor(in_node, dtype=torch.float64, device=self.device)

@@ -156,7 +156,7 @@ def run_case(case: Case) -> Run:
     def times(step: int, share: float) -> Times:
         assert case.latency is not None
         latency = case.latency(step)
-        return Times(1.0, latency, latency, case.sending(step) * share, 0.0, case.stretching)
+        return Times(1.0, latency, latency, latency + case.sending(step) * share, 0.0, case.stretching)
 
     told = nullcontext() if case.latency is None else scripted_times(times)
     with told, laconic.Worker(model, optimizer, case.method) as worker:

@@ -84,7 +84,7 @@ def changing_times(step: int, finest_share: float) -> Times:
     """The link is fast, then too slow for the first quantizer, slower still, then fast. Its latency grows and falls."""
     finest = 0.3 if step < 10 or step > 28 else 3.0 if step < 16 else 30.0
     latency = 0.1 if step < 7 else 1.2 if step < 22 else 2.5 if step < 33 else 0.0
-    return Times(1.0, latency / 4, latency, finest * finest_share, 0.3 if step < 28 else 0.0, step % 2 * 0.2)
+    return Times(1.0, latency / 4, latency, latency + finest * finest_share, 0.3 if step < 28 else 0.0, step % 2 * 0.2)
 
 
 AUTO = [laconic.Divisible(8), laconic.Divisible(8, hops=2), laconic.Divisible(8, corrected=True)]
