@@ -62,7 +62,7 @@ def _call_anchor() -> None:
 
 def _call_stretch() -> None:
     x = torch.ones(stretch.LARGE)
-    factors = stretch.Factors.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, count=1, seen=1, steps=1, workers=2)
+    factors = stretch.Factors.of(stretch.Settings(1e-3, 0.9, 0.999, 1e-8), count=1, seen=1, steps=1, workers=2)
     kernels = stretch.find_kernels(x)
     assert kernels is not None  # `prepare` has seen that numba is there
     vectors = [x.clone().numpy() for _ in range(4)]

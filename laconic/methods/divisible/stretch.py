@@ -22,7 +22,9 @@ sweep. On Fashion-MNIST that learns as well, on a small GPT a little less (docs)
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -41,6 +43,22 @@ COUNTS = ("counts", "seen")
 SAMPLE = 1 << 14  # entries that metrics look at
 
 
+class Place(NamedTuple):
+    """Where a parameter is trained."""
+
+    optimizer: int  # among those that are stretched
+    group: int
+
+
+class Settings(NamedTuple):
+    """Adam's settings of a parameter that stretching depends on."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
 class Factors(NamedTuple):
     """The numbers of one step, for parameters with the same settings and the same count of Adam steps."""
 
@@ -53,20 +71,20 @@ class Factors(NamedTuple):
     added: float  # of m² in Q: (1 − kept) / (1 − β₁ᵗ)²
 
     @classmethod
-    def of(cls, group: dict[str, Any], count: int, seen: int, steps: float, workers: int) -> Factors:
+    def of(cls, settings: Settings, count: int, seen: int, steps: float, workers: int) -> Factors:
         """Returns the factors of Adam's step number `count`, for a Q that was refreshed `steps` steps ago.
 
         Q is an average with weights that sum to 1 from the first of the `seen` steps on, as Adam's V̂ is.
 
-        >>> group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
-        >>> [Factors.of(group, count, seen=count, steps=1, workers=4).kept for count in (1, 1000)]
+        >>> settings = Settings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+        >>> [Factors.of(settings, count, seen=count, steps=1, workers=4).kept for count in (1, 1000)]
         [0.0, 0.9899995...]
         """
-        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        lr, beta1, beta2, eps = settings
         c1, c2 = 1 - beta1**count, 1 - beta2**count
         kept = 1 - (1 - beta2 ** min(steps, seen)) / (1 - beta2**seen)
         slope = _slope(beta1, workers)
-        return cls(lr / c1, 1 / c2, float(group["eps"]), slope, 1 / workers, kept, (1 - kept) / c1**2)
+        return cls(lr / c1, 1 / c2, eps, slope, 1 / workers, kept, (1 - kept) / c1**2)
 
 
 def _slope(beta1: float, workers: int) -> float:
@@ -105,18 +123,18 @@ class Stretch:
         self.q = torch.zeros_like(worker.x, dtype=kind)  # running mean of m̂² (d)
         self.counts: list[int] = []  # of each parameter's Adam steps
         self.seen: list[int] = []  # the same since this object was made: the optimizer may have made steps before
-        # Of each parameter: its optimizer, if that is Adam, and its group's index, since `optimizer.load_state_dict`
-        # replaces the groups themselves.
+        # Of each parameter, if Adam trains it. `optimizer.load_state_dict` replaces the groups themselves.
+        self._optimizers = [optimizer for optimizer in worker.optimizers if is_adam(optimizer)]
         places = {
-            id(p): (optimizer, i)
-            for optimizer in filter(is_adam, worker.optimizers)
+            id(p): Place(number, i)
+            for number, optimizer in enumerate(self._optimizers)
             for i, group in enumerate(optimizer.param_groups)
             for p in group["params"]
         }
         self._places = [places.get(id(p)) for p in worker.parameters]
         self._numels = worker.numels
         self._workers = worker.comm.size
-        self._v = worker.x[:0]  # the optimizer's, from the first step on
+        self._moments: dict[str, Tensor] = {}  # the optimizers', from the first step on
         self._is_moved: list[bool] = []  # of each parameter, whether this step has moved it
         self._kernels = find_kernels(worker.x)
 
@@ -124,13 +142,14 @@ class Stretch:
         """Counts the step just made."""
         self._workers = len(worker.counted)
         self._is_moved = [gradient is not None for gradient in worker.gradients()]
-        if not worker.moments():
+        self._moments = worker.moments()
+        if not self._moments:
             self._is_moved = [False] * len(self._is_moved)
         if not any(self._is_moved):
             return  # no parameter has had a gradient yet, or this rank has run out of data
         if not self.counts:
             self.counts = [
-                _steps_so_far(place[0], p) - (p.grad is not None) if place else 0
+                _steps_so_far(self._optimizers[place.optimizer], p) - (p.grad is not None) if place else 0
                 for place, p in zip(self._places, worker.parameters, strict=True)
             ]
             self.seen = [0] * len(self.counts)
@@ -153,9 +172,7 @@ class Stretch:
         """
         if not any(self._is_moved):
             return
-        moments = worker.moments()
-        self._v = moments["exp_avg_sq"]
-        vectors = worker.x, moments["exp_avg"], moments["exp_avg_sq"], self.q
+        vectors = worker.x, self._moments["exp_avg"], self._moments["exp_avg_sq"], self.q
         for part, factors, since in self._segments(steps, only_moved=in_every_step):
             now = slice(max(part.start, due.start), min(part.stop, due.stop))
             refreshed = part if factors.kept == 0 else now
@@ -176,29 +193,24 @@ class Stretch:
             only_moved: leaves parameters out that this step has not moved. Otherwise a parameter that had gradients in
                 a share of all steps so far is taken to have had them in that share of the last `steps`.
         """
+        total, start = max(1, *self.seen), 0
+        settings = {place: self._settings(place) for place in set(self._places) if place is not None}
         keys = [
-            None if place is None or not (moved if only_moved else seen) else (id(place[0]), place[1], count, seen)
+            None if place is None or not (moved if only_moved else seen) else (settings[place], count, seen)
             for place, count, seen, moved in zip(self._places, self.counts, self.seen, self._is_moved, strict=True)
         ]
-        start, first, total = 0, 0, max(1, *self.seen)
-        for i in range(1, len(keys) + 1):
-            if i < len(keys) and keys[i] == keys[first]:
-                continue
-            stop = start + sum(self._numels[first:i])
-            if keys[first] is not None:
-                seen = self.seen[first]
+        for key, run in itertools.groupby(zip(keys, self._numels, strict=True), key=itemgetter(0)):
+            stop = start + sum(numel for _, numel in run)
+            if key is not None:
+                own, count, seen = key
                 since = float(min(steps, seen)) if only_moved else min(steps, total) * seen / total
-                factors = Factors.of(self._group(first), self.counts[first], seen, since, self._workers)
-                yield slice(start, stop), factors, since
-            start, first = stop, i
+                yield slice(start, stop), Factors.of(own, count, seen, since, self._workers), since
+            start = stop
 
-    def _group(self, i: int) -> dict[str, Any]:
-        """Returns the settings of Adam for parameter number `i`."""
-        place = self._places[i]
-        assert place is not None  # Adam trains it
-        optimizer, group = place
-        found: dict[str, Any] = optimizer.param_groups[group]
-        return found
+    def _settings(self, place: Place) -> Settings:
+        """Returns the settings of an optimizer's group that stretching depends on: weight decay is none of them."""
+        group = self._optimizers[place.optimizer].param_groups[place.group]
+        return Settings(float(group["lr"]), *map(float, group["betas"]), float(group["eps"]))
 
     def _call(self, name: str, *arguments: Any) -> None:
         *vectors, factors = arguments
@@ -216,12 +228,14 @@ class Stretch:
         first = of_adam.index(True)
         start, stop = (sum(self._numels[:i]) for i in (first, of_adam.index(False, first)))
         entries = slice(start, min(start + SAMPLE, stop))
-        v = self._v[entries].double()
-        if not len(v):
+        if not self._moments:
             return 1.0
-        beta1, beta2 = map(float, self._group(first)["betas"])
-        v_hat = v / (1 - beta2 ** max(1, self.counts[first]))
-        share = 1 - (1 - self.q[entries].double() / v_hat.clamp(min=TINY)) * _slope(beta1, self._workers)
+        v = self._moments["exp_avg_sq"][entries].double()
+        place = self._places[first]
+        assert place is not None  # Adam trains it
+        settings = self._settings(place)
+        v_hat = v / (1 - settings.beta2 ** max(1, self.counts[first]))
+        share = 1 - (1 - self.q[entries].double() / v_hat.clamp(min=TINY)) * _slope(settings.beta1, self._workers)
         return float(share.clamp_(1 / self._workers, 1.0).rsqrt_().mean())
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic
+from laconic.methods.divisible import stretch as stretch_module
 from laconic.methods.divisible import stretch_numba
-from laconic.methods.divisible.stretch import Factors, is_adam, refresh, stretch
+from laconic.methods.divisible.stretch import Factors, Settings, is_adam, refresh, stretch
 from tests.methods.divisible.comms import Mirror
 
 # A `Mirror` stands for workers with equal data, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:the local gradients of all")
-GROUP = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 0.0}
+SETTINGS = Settings(lr=1.0, beta1=0.9, beta2=0.999, eps=0.0)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -56,8 +57,7 @@ def test_kernels_give_the_same_bits(
     lr: float,
     eps: float,
 ) -> None:
-    group = {"lr": lr, "betas": betas, "eps": eps}
-    factors = Factors.of(group, count, seen=max(1, count // 2), steps=steps, workers=workers)
+    factors = Factors.of(Settings(lr, *betas, eps), count, seen=max(1, count // 2), steps=steps, workers=workers)
     m, v, q = (vector(kind, numel, seed) for seed, kind in enumerate(kinds))
     v, q, x = v.square(), q.square(), vector("normal", numel, 3)
     x_numba, q_numba = x.clone(), q.clone()
@@ -71,7 +71,7 @@ def test_kernels_give_the_same_bits(
 
 def rho(v: Tensor, q: Tensor, count: int, workers: int, beta1: float = 0.9) -> Tensor:
     """Returns ρ from how far `stretch` moves x, where Adam's step is −1."""
-    x, factors = torch.zeros_like(v), Factors.of({**GROUP, "betas": (beta1, 0.999)}, count, count, 1, workers)
+    x, factors = torch.zeros_like(v), Factors.of(SETTINGS._replace(beta1=beta1), count, count, 1, workers)
     stretch(x, (v * factors.unbias_v).sqrt() / factors.rate, v, q, factors)
     return 1 - x
 
@@ -104,8 +104,8 @@ class Moments:
         self.m.mul_(beta1).add_(g, alpha=1 - beta1)
         self.v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         if self.count <= self.period or self.count % self.period == 0:
-            group = {**GROUP, "betas": self.betas}
-            refresh(self.q, self.m, Factors.of(group, self.count, self.count, self.period, self.workers))
+            settings = SETTINGS._replace(beta1=beta1, beta2=beta2)
+            refresh(self.q, self.m, Factors.of(settings, self.count, self.count, self.period, self.workers))
 
     def rho(self) -> Tensor:
         assert self.betas[1] == 0.999
@@ -231,3 +231,22 @@ def test_learning_rates_are_those_of_now_also_after_the_optimizer_was_loaded() -
             optimizer.step()
         # What is in flight is still averaged: with equal workers that changes nothing but rounding.
         torch.testing.assert_close(worker.x, held, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("lr", "parts"), [(0.1, 1), (0.2, 4)])
+def test_groups_that_differ_in_weight_decay_alone_are_stretched_together(
+    lr: float, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights with decay and biases without take turns in x: one call of a kernel each would take most of the time."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": lr}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    sizes = []
+    monkeypatch.setattr(stretch_module, "stretch", lambda x, *_: sizes.append(x.numel()))
+    with laconic.Worker(model, optimizer, laconic.Divisible(period=2), comm=Mirror()) as worker:
+        for p in worker.parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert (len(sizes), sum(sizes)) == (parts, 81)
