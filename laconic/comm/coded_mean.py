@@ -157,8 +157,8 @@ class CodedMean:
         is_late = coder.is_late(messages[0])
         if not is_late and not all(map(is_unmarked, messages)):
             return None
-        average = torch.zeros(coder.numel, dtype=torch.float32, device=messages[0].device)
-        for message in messages:  # in the order of ranks: the order changes the rounding of the sum
+        average = coder.decode(messages[0], None, step)
+        for message in messages[1:]:  # in the order of ranks: the order changes the rounding of the sum
             coder.decode_add(message, average, step)
         average.div_(len(messages))
         return average.masked_fill_(any_marked(messages), torch.nan) if is_late else average
