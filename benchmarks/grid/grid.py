@@ -15,9 +15,11 @@ Not everything is run, since most of it is hopeless, and a line says why:
   is as long too: `powersgd@320` trains for 320 steps.
 - A contender whose bytes to the target, as counted on a faster link, take longer than the limit is not started.
 - With a delay, only contenders that were run without it, and within 2.5 times the best.
-- Seeds after the first, only the two best of laconic and the two best others of each cell.
+- Seeds after the first, only the two best of laconic and the two best others of each cell. `--contenders` runs those
+  that it names, and no others, in every seed.
 
-A cell is measured on one machine, which `--machine` names: runs of different machines are never compared.
+A seed of a cell is measured on one machine, which `--machine` names: runs of different machines are never compared, and
+a lead over several seeds is the geometric mean of the leads of each.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Recipe:
 
 TASKS = {
     "fashion": Recipe(*RECIPES["fashion"], steps=300, evaluations=30, target=0.85, limit=30),
-    "gpt": Recipe(*RECIPES["gpt"], steps=160, evaluations=16, target=2.32, limit=60),
+    "gpt": Recipe(*RECIPES["gpt"], steps=160, evaluations=16, target=2.32, limit=90),
 }
 RATES, ROUND_TRIPS = (100, 10, 1000), (0, 50)  # Mbit/s, ms
 START, ENDING = 40.0, 10.0  # seconds to start, to average at the end and to evaluate, and to end
@@ -188,8 +190,8 @@ def limit_of(contender: str, task: str) -> float:
     return TASKS[task].limit * split_steps(contender, task)[1] / TASKS[task].steps
 
 
-def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int) -> str | None:
-    """Returns why a run is not worth making, or None."""
+def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int, *, chosen: bool) -> str | None:
+    """Returns why a run is not worth making, or None. Contenders that the user has chosen are run in all seeds."""
     limit, own = limit_of(contender, cell.task), [row for row in rows if row["contender"] == contender]
     sent = [row["kb"] for row in own if (row["task"], row["workers"]) == (cell.task, cell.workers) and row.get("kb")]
     adapts = name_of(contender) in ADAPTIVE
@@ -203,7 +205,7 @@ def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int) -
             return "not run without a delay"
         if found[contender] > NEAR * min(found.values()):
             return f"more than {NEAR} times the best without a delay"
-    elif seed:
+    elif seed and not chosen:
         first = {name: values[0] for name, values in times(rows, cell).items() if math.isfinite(values[0])}
         alike = sorted((name for name in first if is_peer(name) == is_peer(contender)), key=first.__getitem__)
         if contender not in alike[:REPEATED]:
@@ -219,12 +221,15 @@ def run_all(options: argparse.Namespace) -> None:
     networks = [(0, 0), *((rate, trip) for trip in options.round_trips for rate in options.rates)]
     for seed, task, (rate, round_trip) in itertools.product(seeds, options.tasks, networks):
         cell = Cell(task, rate, round_trip, options.workers)
-        others = {row["machine"] for row in of_cell(rows, cell)} - {options.machine}
+        others = {row["machine"] for row in of_cell(rows, cell) if row["seed"] == seed} - {options.machine}
         if rate and others:
-            raise SystemExit(f"{cell} was measured on machine {others.pop()!r}: remove those runs, or leave it out")
-        for contender in FLOOR if rate == 0 else options.contenders:
+            raise SystemExit(
+                f"{cell}, seed {seed} was measured on machine {others.pop()!r}: remove those runs, or take other seeds"
+            )
+        chosen = options.contenders or (*FLOOR, *CONTENDERS)
+        for contender in [name for name in chosen if (name in FLOOR) == (rate == 0)]:
             row = dataclasses.asdict(cell) | {"contender": contender, "seed": seed, "machine": options.machine}
-            reason = why_not(rows, cell, contender, seed)
+            reason = why_not(rows, cell, contender, seed, chosen=bool(options.contenders))
             if key(row) in done or (reason is not None and seed):
                 continue
             found = train_within(limit_of(contender, task), row) if reason is None else {"status": reason}
@@ -272,7 +277,7 @@ def main() -> None:
     running.add_argument("--seeds", type=int, default=3)
     running.add_argument("--machine", default="here", help="a label; runs of one cell must have the same")
     running.add_argument("--first-seed", type=int, default=0)
-    running.add_argument("--contenders", nargs="+", default=CONTENDERS)
+    running.add_argument("--contenders", nargs="+", help="instead of the list above; in every seed")
     commands.add_parser("one").add_argument("row")
     options = parser.parse_args()
     if options.command == "one":

@@ -1,5 +1,8 @@
 """Prints the tables of grid.md, and draws its heat map.
 
+A seed of a cell was measured on one machine. The seconds of several machines are shown in tables of their own, and two
+contenders are compared seed by seed: their lead is the geometric mean over the seeds that both have.
+
 python benchmarks/grid/page.py > tables.md
 python benchmarks/grid/page.py --map benchmarks/grid/grid.svg
 """
@@ -7,6 +10,7 @@ python benchmarks/grid/page.py --map benchmarks/grid/grid.svg
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
@@ -33,30 +37,36 @@ SHORT = {
 
 @dataclass
 class Result:
-    """A contender in a cell, over seeds."""
+    """A contender in a cell. Seconds are by seed, and infinite where the target was not reached."""
 
     name: str
-    seconds: list[float]  # infinite where the target was not reached
-    averages: list[float]  # of these, for one average of all models
+    seconds: dict[int, float]
+    averages: dict[int, float]  # of these, for one average of all models
     steps: list[int]
     ms: list[float]
     why: str  # it has no seconds
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.seconds) if self.seconds else math.inf
+        return statistics.fmean(self.seconds.values()) if self.seconds else math.inf
 
-    @property
-    def mean_without_average(self) -> float:
-        return statistics.fmean(s - a for s, a in zip(self.seconds, self.averages, strict=True))
+    def behind(self, first: Result, *, without_average: bool = False) -> float:
+        """Returns how many times later than `first` it is; infinite if it misses the target in a common seed."""
+        ratios = [
+            (seconds - (self.averages[seed] if without_average else 0.0)) / first.seconds[seed]
+            for seed, seconds in self.seconds.items()
+            if seed in first.seconds
+        ]
+        return statistics.geometric_mean(ratios) if ratios and all(map(math.isfinite, ratios)) else math.inf
 
 
-def results(rows: list[Row], cell: Cell) -> list[Result]:
+def results(rows: list[Row]) -> list[Result]:
+    """Returns the contenders of the rows of a cell."""
     found: dict[str, Result] = {}
-    for row in of_cell(rows, cell):
-        one = found.setdefault(row["contender"], Result(row["contender"], [], [], [], [], ""))
-        one.seconds.append(row.get("seconds") or math.inf)
-        one.averages.append(row.get("average") or 0.0)
+    for row in rows:
+        one = found.setdefault(row["contender"], Result(row["contender"], {}, {}, [], [], ""))
+        one.seconds[row["seed"]] = row.get("seconds") or math.inf
+        one.averages[row["seed"]] = row.get("average") or 0.0
         if row.get("seconds"):
             one.steps.append(row["steps"])
         if "ms" in row:
@@ -65,12 +75,20 @@ def results(rows: list[Row], cell: Cell) -> list[Result]:
     return list(found.values())
 
 
-def best(of: list[Result], *, peers: bool, without_average: bool = False) -> Result | None:
-    """Returns the best of laconic or of the others; of laconic only among those with the most seeds."""
-    chosen = [one for one in of if is_peer(one.name) == peers and math.isfinite(one.mean)]
-    if not peers:
-        chosen = [one for one in chosen if len(one.seconds) == max(len(other.seconds) for other in chosen)]
-    return min(chosen, key=lambda one: one.mean_without_average if without_average else one.mean, default=None)
+def best_of_laconic(of: list[Result]) -> Result | None:
+    """Returns the best method of laconic, among those with the most seeds."""
+    chosen = [one for one in of if not is_peer(one.name) and math.isfinite(one.mean)]
+    most = max((len(one.seconds) for one in chosen), default=0)
+    return min((one for one in chosen if len(one.seconds) == most), key=lambda one: one.mean, default=None)
+
+
+def best_of_others(of: list[Result], ours: Result, *, without_average: bool = False) -> tuple[Result | None, float]:
+    """Returns the best of the others, seed by seed, and how many times later than `ours` it is."""
+    behind = {one.name: one.behind(ours, without_average=without_average) for one in of if is_peer(one.name)}
+    first = min((one for one in of if is_peer(one.name)), key=lambda one: behind[one.name], default=None)
+    if first is None or not math.isfinite(behind[first.name]):
+        return None, math.inf
+    return first, behind[first.name]
 
 
 def least_of_others(of: list[Result], task: str) -> float:
@@ -84,17 +102,21 @@ def least_of_others(of: list[Result], task: str) -> float:
     return min([TASKS[task].limit, *whole.values()])
 
 
-def floor_of(rows: list[Row], cell: Cell) -> float | None:
-    """Returns computing alone times the steps of full communication, in seconds, on the machine of this cell; the mean
-    over seeds."""
-    machine = of_cell(rows, cell)[0]["machine"]
-    there = {
-        one.name: one
-        for one in results([r for r in rows if r["machine"] == machine], Cell(cell.task, 0, 0, cell.workers))
-    }
-    if not {"none", "allreduce"} <= there.keys() or not there["allreduce"].steps:
+def floor_of(rows: list[Row], cell: Cell, machine: str) -> float | None:
+    """Returns computing alone times the steps of full communication, in seconds, on a machine; the mean over seeds."""
+    there = of_cell(rows, Cell(cell.task, 0, 0, cell.workers))
+    found = {one.name: one for one in results([row for row in there if row["machine"] == machine])}
+    if not {"none", "allreduce"} <= found.keys() or not found["allreduce"].steps:
         return None
-    return statistics.fmean(there["none"].ms) * statistics.fmean(there["allreduce"].steps) / 1e3
+    return statistics.fmean(found["none"].ms) * statistics.fmean(found["allreduce"].steps) / 1e3
+
+
+def above_floor(rows: list[Row], cell: Cell, one: Result) -> float:
+    """Returns the seconds as a multiple of the floor of their machine; the geometric mean over seeds."""
+    machines = {row["seed"]: row["machine"] for row in of_cell(rows, cell)}
+    floors = {seed: floor_of(rows, cell, machines[seed]) for seed in one.seconds}
+    found = [seconds / floor for seed, seconds in one.seconds.items() if (floor := floors[seed])]
+    return statistics.geometric_mean(found) if found else math.nan
 
 
 def cells_of(rows: list[Row]) -> list[Cell]:
@@ -108,18 +130,19 @@ def network(cell: Cell) -> str:
 
 
 def describe(one: Result, is_best: bool) -> str:
-    reached = [seconds for seconds in one.seconds if math.isfinite(seconds)]
+    times = list(one.seconds.values())
+    reached = [seconds for seconds in times if math.isfinite(seconds)]
     if reached and not math.isfinite(one.mean):
-        return f"{len(reached)} of {len(one.seconds)} seeds: " + ", ".join(f"{seconds:.1f}" for seconds in reached)
+        return f"{len(reached)} of {len(times)} seeds: " + ", ".join(f"{seconds:.1f}" for seconds in reached)
     if not reached:
         return one.why.replace("its bytes to the target alone take", "bytes alone:").replace("ended after", ">")
-    spread = f" ({min(one.seconds):.1f} – {max(one.seconds):.1f})" if len(one.seconds) > 1 else ""
+    spread = f" ({min(times):.1f} – {max(times):.1f})" if len(times) > 1 else ""
     mean = f"**{one.mean:.1f}**" if is_best else f"{one.mean:.1f}"
     return f"{mean}{spread}, {statistics.fmean(one.steps):.0f} st., {statistics.fmean(one.ms):.0f} ms"
 
 
 def print_table(rows: list[Row], cells: list[Cell]) -> None:
-    by_cell = {cell: {one.name: one for one in results(rows, cell)} for cell in cells}
+    by_cell = {cell: {one.name: one for one in results(of_cell(rows, cell))} for cell in cells}
     names = list(dict.fromkeys(name for found in by_cell.values() for name in found))
     print("| contender |" + "".join(f" {network(cell)} |" for cell in cells))
     print("|---" * (len(cells) + 1) + "|")
@@ -136,25 +159,27 @@ def print_leads(rows: list[Row], cells: list[Cell]) -> None:
     print("|---" * 6 + "|")
     leads: dict[str, list[float]] = {}
     for cell in cells:
-        found, floor = results(rows, cell), floor_of(rows, cell)
-        ours, theirs = best(found, peers=False), best(found, peers=True)
-        free = best(found, peers=True, without_average=True)
+        found = results(of_cell(rows, cell))
+        ours = best_of_laconic(found)
         if ours is None:
             continue
-        line = f"| {cell.task}, {network(cell)} | {ours.name}: {ours.mean:.1f} s ({len(ours.seconds)} seeds) |"
-        if theirs is None or free is None:
-            lead = least_of_others(found, cell.task) / ours.mean
-            line += f" none | **> {lead:.2f}** | > {lead:.2f} |"
-            for group in ("all", "cautious", *(["10 Mbit/s"] if cell.rate == 10 else [])):
-                leads.setdefault(group, []).append(lead)
+        theirs, lead = best_of_others(found, ours)
+        _, cautious = best_of_others(found, ours, without_average=True)
+        if theirs is None:
+            lead = cautious = least_of_others(found, cell.task) / ours.mean
+            other, bound, each = "none", "> ", ""
         else:
-            lead, cautious = theirs.mean / ours.mean, free.mean_without_average / ours.mean
-            line += f" {theirs.name}: {theirs.mean:.1f} s ({len(theirs.seconds)}) | **{lead:.2f}** | {cautious:.2f} |"
-            leads.setdefault("all", []).append(lead)
-            leads.setdefault("cautious", []).append(cautious)
-            if cell.rate == 10:
-                leads.setdefault("10 Mbit/s", []).append(lead)
-        print(line + (f" {ours.mean / floor:.2f} |" if floor else " |"))
+            both = sorted(ours.seconds.keys() & theirs.seconds.keys())
+            other, bound = f"{theirs.name} ({len(both)})", ""
+            each = f" ({', '.join(f'{theirs.seconds[seed] / ours.seconds[seed]:.2f}' for seed in both)})"
+        print(
+            f"| {cell.task}, {network(cell)} | {ours.name} ({len(ours.seconds)} seeds) | {other} |"
+            f" {bound}**{lead:.2f}**{each} | {bound}{cautious:.2f} | {above_floor(rows, cell, ours):.2f} |"
+        )
+        leads.setdefault("all", []).append(lead)
+        leads.setdefault("all, if the others' average is free", []).append(cautious)
+        if cell.rate == 10:
+            leads.setdefault("10 Mbit/s", []).append(lead)
     for name, values in leads.items():
         print(f"\ngeometric mean, {name}: {statistics.geometric_mean(values):.2f} over {len(values)} cells", end="")
     print()
@@ -174,7 +199,7 @@ def draw_map(rows: list[Row]) -> str:
     left, top, width, height = 92.0, 56.0, 210.0, 52.0
     marks = [text(left + i * width + width / 2, 20, task, "bold", "middle") for i, task in enumerate(tasks)]
     marks += [
-        text(left + i * width + width / 2, 40, "winner, seconds; best other", "small", "middle")
+        text(left + i * width + width / 2, 40, "winner; best other; how many times later", "small", "middle")
         for i in range(len(tasks))
     ]
     for row, (round_trip, rate) in enumerate(networks):
@@ -182,20 +207,21 @@ def draw_map(rows: list[Row]) -> str:
         marks.append(text(4, y + 22, "1 Gbit/s" if rate == 1000 else f"{rate} Mbit/s", "small"))
         marks.append(text(4, y + 38, f"{round_trip} ms", "small"))
         for column, task in enumerate(tasks):
-            found = results(rows, Cell(task, rate, round_trip, 4))
-            ours, theirs = best(found, peers=False), best(found, peers=True)
+            found = results(of_cell(rows, Cell(task, rate, round_trip, 4)))
+            ours = best_of_laconic(found)
             if ours is None:
                 continue
-            lead = (theirs.mean if theirs else least_of_others(found, task)) / ours.mean
+            theirs, lead = best_of_others(found, ours)
+            if theirs is None:
+                lead = least_of_others(found, task) / ours.mean
             x, shade = left + column * width, max(0.0, min(1.0, (lead - 1) / 2))
             colour = "#009e73" if lead >= 1 else "#d55e00"
             opacity = 0.15 + 0.6 * (shade if lead >= 1 else min(1.0, 1 / lead - 1))
             place = f'x="{x:g}" y="{y:g}" width="{width - 4:g}" height="{height - 4:g}"'
             marks.append(f'<rect {place} rx="3" fill="{colour}" fill-opacity="{opacity:.2f}"/>')
             winner, other = (ours, theirs) if lead >= 1 or theirs is None else (theirs, ours)
-            marks.append(text(x + 8, y + 20, f"{short(winner.name)}, {winner.mean:.1f} s", "small bold"))
-            behind = f"{short(other.name)}, {other.mean:.1f} s" if other else "none of the others"
-            marks.append(text(x + 8, y + 38, behind, "small"))
+            marks.append(text(x + 8, y + 20, short(winner.name), "small bold"))
+            marks.append(text(x + 8, y + 38, short(other.name) if other else "none of the others", "small"))
             factor = lead if lead >= 1 else 1 / lead
             marks.append(text(x + width - 12, y + 29, f"{'' if theirs else '> '}{factor:.1f} ×", "bold", "end"))
     return svg(top + len(networks) * height + 4, marks)
@@ -210,13 +236,15 @@ def main() -> None:
     if options.map is not None:
         options.map.write_text(draw_map(rows))
         return
-    groups: dict[tuple[int, str], list[Cell]] = {}
-    for cell in cells_of(rows):
-        groups.setdefault((cell.workers, cell.task), []).append(cell)
-    for (workers, task), cells in groups.items():
-        print(f"\n### {task}, {workers} workers\n")
-        print_table(rows, cells)
-    for workers in dict.fromkeys(workers for workers, _ in groups):
+    tables = dict.fromkeys((cell.workers, cell.task) for cell in cells_of(rows))
+    for (workers, task), machine in itertools.product(tables, sorted({row["machine"] for row in rows})):
+        there = [row for row in rows if row["machine"] == machine]
+        cells = [cell for cell in cells_of(there) if (cell.workers, cell.task) == (workers, task)]
+        if cells:
+            floor = floor_of(there, cells[0], machine)
+            print(f"\n### {task}, {workers} workers, machine {machine} (floor {floor or math.nan:.1f} s)\n")
+            print_table(there, cells)
+    for workers in dict.fromkeys(workers for workers, _ in tables):
         print(f"\n### Leads, {workers} workers\n")
         print_leads(rows, [cell for cell in cells_of(rows) if cell.workers == workers])
 
