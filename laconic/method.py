@@ -219,6 +219,13 @@ class Method:
         """
         return None
 
+    def agreed(self, worker: Replica) -> Tensor | None:
+        """Returns the newest x that all ranks hold, bit-identical (d), for `worker.agreed()`; None if there is none.
+
+        By default x where `common` says that it is the same on all ranks, else `reference()`.
+        """
+        return worker.x if self.common(worker) == "x" else self.reference()
+
     def changed_outside(self) -> str | None:
         """Returns what goes wrong if x is changed outside optimizer.step(), between two steps.
 

@@ -54,7 +54,7 @@ class RunningReplica(FlatReplica):
         self.comm = comm or connect(device, timeout)
         self.step = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self._in_consensus = False
+        self._shown: Literal["", "consensus()", "agreed()"] = ""  # whose model stands in the place of the local one
         self._end: Literal["no", "done", "failed"] = "no"
         self.tracking = Tracking(self)
         try:
@@ -140,11 +140,14 @@ class RunningReplica(FlatReplica):
                 f"not come: do it after the join() block"
             )
 
+    def _require_local_model(self, what: str) -> None:
+        if self._shown:
+            raise RuntimeError(f"{what} must not be called inside {self._shown}: its changes would be lost")
+
     # One step: the optimizers' pre-step hooks, the optimizers themselves, their post-step hooks.
 
     def _check_step(self) -> None:
-        if self._in_consensus:
-            raise RuntimeError("optimizer.step() must not be called inside consensus(): its changes would be lost")
+        self._require_local_model("optimizer.step()")
         if not self.method.trains(self.rank):
             raise RuntimeError(f"rank {self.rank} is a server without data: call worker.serve(), not optimizer.step()")
         self._bare.check(self.step)
@@ -271,6 +274,8 @@ class RunningReplica(FlatReplica):
     def _meet(self, what: str) -> bool:
         """Waits for all ranks between two steps, and compares them. Returns whether all hold the same x."""
         self._require_running(what)
+        if self._shown:
+            raise RuntimeError(f"{what} needs the local model, so it must not be called inside {self._shown}")
         self._stepping.require_complete(what)
         self._watch.finish()
         self._pause()

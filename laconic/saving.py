@@ -64,6 +64,7 @@ class SavingReplica(RunningReplica):
             UserWarning: the newest checkpoint is damaged, and the one before it was loaded.
         """
         self._require_running("load()")
+        self._require_local_model("load()")
         with self.tracking.verb("load"):
             self._watch.finish()
             self.seen.comm.late.forget()  # it is about what is replaced

@@ -119,7 +119,7 @@ class Worker(SavingReplica):
         ...     with worker.consensus() as averaged:
         ...         prediction = averaged(torch.ones(3))
         """
-        if self._in_consensus or self._end == "done":
+        if self._shown == "consensus()" or self._end == "done":
             yield self.model
             return
         check_flag("exact", exact)
@@ -127,7 +127,7 @@ class Worker(SavingReplica):
         with self.tracking.verb("consensus"):
             own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
             is_equal = self._meet("consensus()")
-        self._in_consensus = True
+        self._shown = "consensus()"
         try:
             with self.tracking.verb("consensus"):
                 self._average_model(is_equal, exact=exact)
@@ -140,7 +140,56 @@ class Worker(SavingReplica):
                 for mine, saved in zip([self.x, *self.model.buffers()], own, strict=True):
                     mine.copy_(saved)
             self._changes.end_step()
-            self._in_consensus = False
+            self._shown = ""
+
+    @contextmanager
+    def agreed(self) -> Iterator[nn.Module]:
+        """Sets the model to the agreed one for the length of a `with` block: this rank holds it, so nothing is sent.
+
+        The agreed model is bit-identical on all ranks and, unlike that of `consensus()`, some steps old: x̂ of
+        `Divisible`, θ of `DiLoCo`, the result of the last round of `LocalSGD` and `ADPSGD` (without a compressor only
+        until the next step), x of `AllReduce`, `QSGD` and `EfficientAdam()`. `A2CiD2` has none. Any rank may call it
+        alone, except in a node, all ranks of which call it. Buffers stay this worker's own. Afterwards the local values
+        are back, bit for bit. `optimizer.step()` is an error inside.
+
+        Raises:
+            ValueError: the method holds no agreed model now.
+
+        >>> import laconic
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with laconic.Worker(model, torch.optim.AdamW(model.parameters()), laconic.Divisible()) as worker:
+        ...     if worker.rank == 0:
+        ...         with worker.agreed() as agreed:
+        ...             prediction = agreed(torch.ones(3))
+        """
+        if self._shown == "agreed()" or self._end == "done":
+            yield self.model
+            return
+        if self._shown:
+            raise RuntimeError(f"agreed() must not be called inside {self._shown}, which has a newer model")
+        if self._end == "failed":
+            raise RuntimeError("agreed() is for a worker that has not failed, and this one has: load a checkpoint")
+        self._stepping.require_complete("agreed()")
+        self._changes.check(self.step, self.size)
+        vector = self.seen.x if self.seen.comm.size == 1 else self.method.agreed(self.seen)
+        if vector is None:
+            raise ValueError(
+                f"{type(self.method).__name__} holds no agreed model after step {self.step}: use consensus(), which "
+                f"averages the models of all workers"
+            )
+        own = self.x.clone()
+        self._shown = "agreed()"
+        try:
+            with torch.no_grad():
+                self.seen.x.copy_(vector)
+                if self._slice is not None:
+                    self._slice.gather(self.x)
+            yield self.model
+        finally:
+            with torch.no_grad():
+                self.x.copy_(own)
+            self._changes.end_step()
+            self._shown = ""
 
     @torch.no_grad()
     def average_(self, tensors: Tensor | Iterable[Tensor]) -> None:
@@ -161,7 +210,7 @@ class Worker(SavingReplica):
         self._require_running("average_()")
         found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         with self.tracking.verb("average_"):
-            if not self._in_consensus:
+            if not self._shown:
                 self._pause()
             require_same_forms(self.comm, found)
             average_tensors(self._control, found, self._weight())
@@ -188,7 +237,7 @@ class Worker(SavingReplica):
             return self.tracking.read()
         self._require_running("metrics(over='ranks')")
         with self.tracking.verb("metrics"):
-            if not self._in_consensus:
+            if not self._shown:
                 self._pause()
             return self.tracking.read_over_ranks()
 
@@ -209,8 +258,7 @@ class Worker(SavingReplica):
         ...     _ = model.load_state_dict(best)
         ...     worker.reset()
         """
-        if self._in_consensus:
-            raise RuntimeError("worker.reset() must not be called inside consensus(): its changes would be lost")
+        self._require_local_model("worker.reset()")
         self._require_running("reset()")
         with self.tracking.verb("reset"):
             self._watch.finish()
@@ -233,8 +281,7 @@ class Worker(SavingReplica):
                 f"worker.serve() is for a rank without data, and rank {self.rank} trains: "
                 f"{type(self.method).__name__} must be set to keep it as a server"
             )
-        if self._in_consensus:
-            raise RuntimeError("worker.serve() must not be called inside consensus(): its changes would be lost")
+        self._require_local_model("worker.serve()")
         while self._await_step():
             with self.tracking.verb("before_step"):
                 self.seen.comm.late.receive()
@@ -334,6 +381,8 @@ class Worker(SavingReplica):
         """
         if self._end != "no":
             return
+        if error is None:
+            self._require_local_model("close()")
         self._stepping.remove()
         try:
             if error is None:

@@ -27,6 +27,18 @@ def worker_of(model: nn.Module, timeout: float = 1800.0) -> laconic.Worker:
     return laconic.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), Silent(), timeout=timeout)
 
 
+def agreed_x(worker: laconic.Worker) -> Tensor | None:
+    """Returns x inside `agreed()`, or None if the method holds no agreed model now."""
+    local = worker.x.clone()
+    try:
+        with worker.agreed():
+            found = worker.x.clone()
+    except ValueError:
+        return None
+    assert torch.equal(worker.x, local)
+    return found
+
+
 def rank() -> int:
     """Returns this process's rank; 0 outside of `laconic.spawn`."""
     return int(os.environ.get("RANK", "0"))

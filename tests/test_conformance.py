@@ -21,10 +21,12 @@ from torch import Tensor, nn
 import laconic
 from laconic.comm import Solo
 from laconic.compress import Log, Pick, Sign, Uniform
-from tests.helpers import OPTIMIZERS, batch, build_model, rank, train, train_alone
+from tests.helpers import OPTIMIZERS, agreed_x, batch, build_model, rank, train, train_alone
 
 WORKERS = 3
 SAVED_AFTER, STEPS = 5, 12
+LOOKED_AFTER = (4, 5, 9)
+HOLDS_AGREED = (laconic.AllReduce, laconic.QSGD, laconic.DiLoCo, laconic.Divisible)  # after every step
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class Run:
     start: Tensor
     path: list[Tensor]  # parameters and running statistics after each step, and after the block
     seen: list[Tensor]  # predictions of the averaged model
+    agreed: list[Tensor]  # parameters of the agreed model, where there is one
     nbytes: int
     losses: tuple[float, float]  # of the averaged model on all workers' data, at the start and at the end
 
@@ -241,7 +244,7 @@ def run_row(
     model = model_with_statistics(rank()).to(device)
     optimize = OPTIMIZERS[optimizer](model)
     before = loss_of(model_with_statistics(0))
-    run = Run(torch.empty(0), [], [], 0, (0.0, 0.0))
+    run = Run(torch.empty(0), [], [], [], 0, (0.0, 0.0))
 
     def train_until(step: int) -> None:
         if not worker.method.trains(worker.rank):
@@ -263,6 +266,8 @@ def run_row(
             worker.save(directory, {"note": "halfway"})
         for step in look_after:
             train_until(step)
+            if (agreed := agreed_x(worker)) is not None:
+                run.agreed.append(agreed.cpu())
             with worker.consensus() as averaged, torch.no_grad():
                 averaged.eval()
                 run.seen.append(averaged(batch(0, 99)[0].to(device)).cpu())
@@ -311,9 +316,9 @@ def test_training_together_and_again_and_resumed(tmp_path: Path) -> None:
         return tmp_path / f"{ROWS.index(row)}-{optimizer}"
 
     whole = on_all_ranks(ROWS, lambda row, optimizer: run_row(row, optimizer, folder_of(row, optimizer)))
-    looked = on_all_ranks(ROWS, lambda row, optimizer: run_row(row, optimizer, look_after=(4, 5, 9)))
+    looked = on_all_ranks(ROWS, lambda row, optimizer: run_row(row, optimizer, look_after=LOOKED_AFTER))
     simulated = on_all_ranks(
-        ROWS, lambda row, optimizer: run_row(row, optimizer, look_after=(4, 5, 9)), laconic.simulate
+        ROWS, lambda row, optimizer: run_row(row, optimizer, look_after=LOOKED_AFTER), laconic.simulate
     )
     deterministic = [row for row in ROWS if row.deterministic]
     resumed = on_all_ranks(
@@ -332,6 +337,8 @@ def test_training_together_and_again_and_resumed(tmp_path: Path) -> None:
             "something was sent": not row.sends_at_once or sum(run.nbytes for run in runs) > 0,
             "the loss falls": all(after < 0.97 * before for before, after in (run.losses for run in runs)),
             "consensus() is the same model on all ranks": all(equal(run.seen, others[0].seen) for run in others),
+            "agreed() is the same model on all ranks": all(equal(run.agreed, others[0].agreed) for run in others),
+            "agreed() is there": not isinstance(row.method, HOLDS_AGREED) or len(others[0].agreed) == len(LOOKED_AFTER),
             "the loss falls if simulated": all(
                 run.losses[1] < 0.97 * run.losses[0] for run in simulated[name, optimizer]
             ),
@@ -342,7 +349,8 @@ def test_training_together_and_again_and_resumed(tmp_path: Path) -> None:
                 equal(run.path, other.path) for run, other in zip(runs, others, strict=True)
             )
             properties["simulated workers compute the same bits"] = all(
-                equal([*run.path, *run.seen], [*other.path, *other.seen]) and run.nbytes == other.nbytes
+                equal([*run.path, *run.seen, *run.agreed], [*other.path, *other.seen, *other.agreed])
+                and run.nbytes == other.nbytes
                 for run, other in zip(others, simulated[name, optimizer], strict=True)
             )
             properties["a resumed run continues bit for bit"] = all(

@@ -137,7 +137,7 @@ def test_comparisons_evaluate_the_quantized_average(tmp_path: Path) -> None:
     models = [build_model(seed=seed) for seed in (1, 2)]
     reference = torch.zeros(sum(p.numel() for p in models[0].parameters()))
     for rank, model in enumerate(models):
-        write_copies(tmp_path, 7, rank, model, reference)
+        write_copies(tmp_path, 7, rank, model, reference, is_reference=True)
     flat = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
     averaged = build_model()
     assert average_copies(averaged, tmp_path, step=7, ranks=2)

@@ -19,7 +19,7 @@ import laconic
 from laconic.compress import Identity, Uniform
 from laconic.emulate import EmulationError, hosts_behind
 from laconic.nodes import arrange
-from tests.helpers import OPTIMIZERS, Silent, adam, flat, loss, rank, sgd
+from tests.helpers import OPTIMIZERS, Silent, adam, agreed_x, flat, loss, rank, sgd
 
 STEPS = 10
 BLOCK = 64  # slices begin at multiples of it, so quantizers cut x in the same way in a node
@@ -230,10 +230,10 @@ SAVED = [
 ]
 
 
-def save_and_resume(directory: Path) -> list[tuple[Tensor, Tensor, Tensor, float, Tensor]]:
+def save_and_resume(directory: Path) -> list[tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor | None]]:
     """Returns x after training with a save in between, x of a run that resumes, and what consensus() gives at the end.
 
-    The last one is x at the save.
+    The last ones are x at the save and the agreed model at the end.
     """
     found = []
     for number, method in enumerate(SAVED):
@@ -252,12 +252,13 @@ def save_and_resume(directory: Path) -> list[tuple[Tensor, Tensor, Tensor, float
                         worker.save(directory / str(number), {"here": rank()})
                         saved = worker.x.clone()
                 ends.append(worker.x.clone())
+                agreed = agreed_x(worker)
                 with worker.consensus(exact=True):
                     mean = worker.x.clone()
                 distance = worker.consensus_distance or 0.0
                 with worker.consensus():
                     assert torch.allclose(worker.x, mean, atol=0.01)  # quantized, if the method has a reference
-        found.append((ends[0], ends[1], mean, distance, saved))
+        found.append((ends[0], ends[1], mean, distance, saved, agreed))
     return found
 
 
@@ -293,7 +294,13 @@ def test_checkpoints_resume_bit_for_bit_and_consensus_is_the_mean_of_the_nodes(t
     for number, method in enumerate(SAVED):
         xs = [one[number] for one in of_ranks]
         mean = (xs[0][1] + xs[2][1]) / 2
-        for end, resumed, averaged, distance, _ in xs:
+        holds_one = isinstance(method, (laconic.AllReduce, laconic.EfficientAdam, laconic.Divisible))
+        assert [one[5] is not None for one in xs] == [holds_one] * 4, method
+        for end, resumed, averaged, distance, _, agreed in xs:
+            if agreed is not None:
+                assert torch.equal(agreed, xs[0][5]), method
+                assert torch.allclose(agreed, mean, atol=0.1), method  # Adam moves 0.01 a step
+
             assert torch.equal(end, resumed), method
             assert torch.equal(averaged, xs[0][2]), method
             assert torch.allclose(averaged, mean, atol=1e-6), method

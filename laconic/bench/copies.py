@@ -15,11 +15,41 @@ from torch import Tensor, nn
 from laconic.consensus import mean_near
 
 
-def write_copies(folder: Path, step: int, rank: int, model: nn.Module, reference: Tensor | None) -> None:
-    """Writes this rank's model after a step and, on rank 0, the reference of `consensus()`, if there is one."""
+def write_copies(
+    folder: Path, step: int, rank: int, model: nn.Module, agreed: Tensor | None, *, is_reference: bool = False
+) -> None:
+    """Writes this rank's model after a step and, on rank 0, the parameters that all ranks hold, if there are any.
+
+    Args:
+        folder: Where to write.
+        step: The step.
+        rank: This rank.
+        model: Its model.
+        agreed: The trained parameters that all ranks hold.
+        is_reference: Whether `consensus()` sends quantized differences to them.
+    """
     write_tensors(folder / f"{rank}-{step}", model.state_dict().values())
-    if rank == 0 and reference is not None:
-        write_tensors(_reference(folder, step), [reference])
+    if rank == 0 and agreed is not None:
+        write_tensors(folder / f"{'reference' if is_reference else 'agreed'}-{step}", [agreed])
+
+
+def read_agreed(model: nn.Module, folder: Path, step: int) -> bool:
+    """Sets a model of the same kind to rank 0's copy of a step with the parameters that all ranks held.
+
+    Returns:
+        Whether there were any.
+    """
+    found = [path for kind in ("reference", "agreed") if (path := folder / f"{kind}-{step}").exists()]
+    if not found:
+        return False
+    state = model.state_dict()
+    for target, value in zip(state.values(), read_tensors(folder / f"0-{step}", state.values()), strict=True):
+        target.copy_(value)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    (agreed,) = read_tensors(found[0], [torch.empty(sum(p.numel() for p in parameters))])
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(agreed, parameters)
+    return True
 
 
 def _reference(folder: Path, step: int) -> Path:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 4
+SCHEMA = 5
+# Schema 4 had no `agreed`: times to a target were those of the mean of all models.
 # Schema 3 had no `average_seconds`, `average_nbytes` and `differs`, and its clock stopped for evaluations. Schema 2 had
 # no `target` and no `worker_step_times` either. Schema 1 also used other names for some fields.
 _RENAMED_FIELDS = {
@@ -38,6 +39,8 @@ class Point:
         method_metrics: The method's own metrics, such as its current period.
         differs: Whether the workers' parameters differed, so that the evaluated model, their mean, exists only once
             they are averaged.
+        agreed: If they differed, loss and metric of the model that all workers held, such as the outer parameters of
+            DiLoCo; empty if there is none. It is some steps old, and available without an average.
     """
 
     step: int
@@ -47,6 +50,7 @@ class Point:
     values: dict[str, float]
     method_metrics: dict[str, float] = field(default_factory=dict)
     differs: bool = False
+    agreed: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -125,23 +129,34 @@ class Record:
         return self.points[-1].values[self.metric] if self.points else None
 
     def reached(self, target: float) -> Point | None:
-        """Returns the first evaluation at the target that the next one confirms, or None.
+        """Returns when a model is first at the target, which the next evaluation confirms, or None.
 
-        One evaluation above the target may be noise. The last evaluation of a run needs no confirmation. If the
-        workers' parameters differed, the seconds and bytes of averaging them once are added: without that, no worker
-        has the model that was evaluated.
+        One evaluation at the target may be noise. The last evaluation of a run needs no confirmation. If the workers'
+        parameters differed, the seconds and bytes of averaging them once are added: without that, no worker has the
+        model that was evaluated. The agreed model, which all workers hold, may be at the target sooner: then that is
+        returned, with its values and without an average.
         """
-        at_target = [self._is_at(point.values[self.metric], target) for point in self.points]
-        for i, point in enumerate(self.points):
-            if not (at_target[i] and all(at_target[i : i + 2])):
-                continue
-            if not point.differs:
-                return point
-            return dataclasses.replace(
-                point,
-                seconds=point.seconds + self.average_seconds,
-                payload_nbytes=point.payload_nbytes + self.average_nbytes,
+        of_mean = self._first_at([point.values for point in self.points], target)
+        if of_mean is not None and of_mean.differs:
+            of_mean = dataclasses.replace(
+                of_mean,
+                seconds=of_mean.seconds + self.average_seconds,
+                payload_nbytes=of_mean.payload_nbytes + self.average_nbytes,
             )
+        # Where all hold the same parameters, these are the agreed ones.
+        held = [point.agreed if point.differs else point.values for point in self.points]
+        of_agreed = self._first_at(held, target)
+        if of_agreed is not None and of_agreed.differs:
+            of_agreed = dataclasses.replace(of_agreed, values=of_agreed.agreed, differs=False)
+        found = [point for point in (of_mean, of_agreed) if point is not None]
+        return min(found, key=lambda point: point.seconds, default=None)
+
+    def _first_at(self, values: Sequence[dict[str, float]], target: float) -> Point | None:
+        """Returns the first point at which these values are at the target, and at the next point again."""
+        at_target = [self.metric in one and self._is_at(one[self.metric], target) for one in values]
+        for i, point in enumerate(self.points):
+            if all(at_target[i : i + 2]):
+                return point
         return None
 
     def _is_at(self, value: float, target: float) -> bool:
@@ -212,7 +227,9 @@ def parse_record(line: str) -> Record:
         data = _from_schema_1(data)
     data["schema"] = SCHEMA
     for point in data["points"]:
-        for column in ("values", "method_metrics"):
+        for column in ("values", "method_metrics", "agreed"):
+            if column not in point:
+                continue
             point[column] = {name: float(value) for name, value in point[column].items()}
     data["points"] = [Point(**point) for point in data["points"]]
     data["step_time"] = data["step_time"] and StepTime(**data["step_time"])

@@ -26,7 +26,7 @@ import torch
 
 import laconic
 from laconic import kernels
-from laconic.bench.copies import average_copies, write_copies
+from laconic.bench.copies import average_copies, read_agreed, write_copies
 from laconic.bench.record import Point, Record, StepTime, mean_step_time
 from laconic.bench.simulated import run_simulated
 from laconic.bench.strategies import Contender, Reading
@@ -140,15 +140,19 @@ def run(contender: Contender, plan: Plan, progress: Path | None = None) -> Recor
         for i, (step, _) in enumerate(reports[0].losses):
             differs = average_copies(model, Path(folder), step, ranks)
             nics = [worker.nic_nbytes[i] for worker in reports]
+            values = plan.task.evaluate(model)
+            differs = differs and record.average_nbytes > 0
+            has_agreed = differs and read_agreed(model, Path(folder), step)
             record.points.append(
                 Point(
                     step=step,
                     seconds=max(worker.seconds[i] for worker in reports),
                     payload_nbytes=_mean([sum(worker.readings[i].payload_nbytes.values()) for worker in reports]),
                     nic_nbytes=None if None in nics else _mean([float(nic or 0) for nic in nics]),
-                    values=plan.task.evaluate(model),
+                    values=values,
                     method_metrics=reports[0].readings[i].metrics,
-                    differs=differs and record.average_nbytes > 0,
+                    differs=differs,
+                    agreed=plan.task.evaluate(model) if has_agreed else {},
                 )
             )
     return record
@@ -199,7 +203,7 @@ def _train(contender: Contender, plan: Plan, folder: Path, progress: Path | None
                 nic = _nic_nbytes(interface)
                 report.nic_nbytes.append(None if nic is None or nic_start is None else nic - nic_start)
                 report.losses.append((done, loss.item()))
-                write_copies(folder, done, rank, model, session.reference())
+                write_copies(folder, done, rank, model, session.agreed(), is_reference=session.sends_differences)
             if display is not None:
                 display[:] = (done, loss.item(), sum(session.read().payload_nbytes.values()), plan.steps)
             if plan.checkpoint and session.worker and (done == plan.steps or _is_due(done, plan.save_every)):

@@ -52,7 +52,9 @@ class Session:
         worker: The worker, if the strategy is a method of laconic.
         average: Averages the models of all workers once, as a user would to evaluate them; all ranks call it. Returns
             the bytes that this worker has sent for it. None: the cost of that is not measured.
-        reference: Returns the vector to which that average sends quantized differences, if there is one.
+        agreed: Returns the trained parameters that all ranks hold (d, in fp32), if there are any: a model that can be
+            evaluated without sending anything.
+        sends_differences: Whether that average sends quantized differences to them.
     """
 
     module: nn.Module
@@ -60,7 +62,8 @@ class Session:
     read: Callable[[], Reading]
     worker: Worker | None = None
     average: Callable[[], float] | None = None
-    reference: Callable[[], torch.Tensor | None] = lambda: None
+    agreed: Callable[[], torch.Tensor | None] = lambda: None
+    sends_differences: bool = False
 
 
 class Strategy(Protocol):
@@ -103,7 +106,15 @@ class MethodStrategy:
                 with worker.consensus():
                     return float(worker.meter.total.nbytes("control") - before)
 
-            yield Session(model, optimizer, read, worker, average, worker.method.reference)
+            yield Session(
+                model,
+                optimizer,
+                read,
+                worker,
+                average,
+                agreed=lambda: worker.method.agreed(worker),
+                sends_differences=worker.method.reference() is not None,
+            )
 
 
 @dataclass(frozen=True)

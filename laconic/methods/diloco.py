@@ -261,6 +261,9 @@ class DiLoCo(Method):
     def reference(self) -> Tensor | None:
         return None if self.compressor is None else self.theta
 
+    def agreed(self, worker: Replica) -> Tensor:
+        return self.theta
+
     def unsliceable(self) -> str | None:
         return None if self.moments == "local" else 'it averages parts of the optimizer\'s state; set moments="local"'
 

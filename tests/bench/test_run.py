@@ -151,6 +151,45 @@ def test_a_target_is_reached_when_the_next_evaluation_confirms_it() -> None:
     assert reached() is None
 
 
+def test_the_agreed_model_reaches_a_target_without_an_average() -> None:
+    record = synthetic.run(synthetic.SHAPES[0], seed=0)
+
+    def reached(means: list[float], agreed: list[float], average: float) -> tuple[float, float, float] | None:
+        points = [
+            Point(i, float(i), 10.0 * i, None, {"accuracy": one}, differs=True, agreed={"accuracy": other})
+            for i, (one, other) in enumerate(zip(means, agreed, strict=True))
+        ]
+        one = dataclasses.replace(record, points=points, average_seconds=average, average_nbytes=5.0).reached(0.9)
+        return None if one is None else (one.seconds, one.payload_nbytes, one.values["accuracy"])
+
+    assert reached([0.8, 0.91, 0.92, 0.93], [0.7, 0.8, 0.94, 0.95], average=1.5) == (2.0, 20.0, 0.94)
+    assert reached([0.8, 0.91, 0.92, 0.93], [0.7, 0.8, 0.94, 0.95], average=0.5) == (1.5, 15.0, 0.91)
+    assert reached([0.8, 0.91, 0.92], [0.7, 0.94, 0.89], average=9.0) == (10.0, 15.0, 0.91), "one of them is noise"
+    assert reached([0.8, 0.8], [0.8, 0.91], average=9.0) == (1.0, 10.0, 0.91), "nothing follows"
+    assert reached([0.8, 0.8], [0.8, 0.8], average=9.0) is None
+
+
+@pytest.mark.parametrize("name", ["divisible+period=3", "diloco+period=4", "sparseloco+period=4", "torchft_diloco"])
+def test_agreed_models_are_evaluated_beside_the_mean(name: str) -> None:
+    if name == "torchft_diloco":
+        pytest.importorskip("torchft")
+        name += "+period=4+delay=1"
+    record = run(parse_contender(name), dataclasses.replace(PLAN, steps=10, evaluations=5, workers=2))
+    assert record.status == "ok", record.reason
+    for point in record.points:
+        assert bool(point.agreed) == point.differs
+    agreed = [point.agreed["loss"] for point in record.points if point.differs]
+    assert agreed, "models differ in between"
+    assert all(math.isfinite(loss) for loss in agreed)
+    assert agreed != [point.values["loss"] for point in record.points if point.differs], "they are some steps old"
+    assert agreed[-1] < agreed[0], "they learn"
+
+
+def test_methods_without_an_agreed_model_have_none_evaluated() -> None:
+    record = run(parse_contender("none_averaged"), dataclasses.replace(PLAN, steps=4, evaluations=2, workers=2))
+    assert [point.agreed for point in record.points] == [{}, {}]
+
+
 def test_the_time_to_a_target_includes_one_average_where_the_models_differ() -> None:
     plan = dataclasses.replace(PLAN, steps=8, evaluations=2, workers=2)
     apart = run(parse_contender("none_averaged"), plan)
@@ -263,7 +302,7 @@ def test_a_run_that_diverged_is_written_as_valid_json(tmp_path: Path) -> None:
 
 def test_an_unknown_schema_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"schema": 99}\n')
-    with pytest.raises(ValueError, match=r"line 1 is not a run .*schema from 1 to 4, not 99"):
+    with pytest.raises(ValueError, match=r"line 1 is not a run .*schema from 1 to 5, not 99"):
         RunsFile(tmp_path).read()
 
 

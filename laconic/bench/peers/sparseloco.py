@@ -77,7 +77,8 @@ class SparseLoCo(Baseline):
 
         optimizer.register_step_post_hook(synchronize)
         sent = (size - 1) * -(-len(theta) // CHUNK) * (self.kept * 14 // 8 + 4)
-        return Session(model, optimizer, count_payload(optimizer, lambda step: 0.0 if step % self.period else sent))
+        read = count_payload(optimizer, lambda step: 0.0 if step % self.period else sent)
+        return Session(model, optimizer, read, agreed=lambda: theta)
 
 
 def encode_sparse(vector: Tensor, kept: int) -> Tensor:

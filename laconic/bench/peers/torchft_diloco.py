@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from laconic.bench.baseline import Baseline, count_payload
@@ -122,7 +123,8 @@ class TorchftDiLoCo(Baseline):
                 sync_every=self.period,
                 fragment_sync_delay=self.delay,
                 fragment_update_alpha=self.mixing,
-            ):
+            ) as diloco:
+                session.agreed = partial(_agreed, diloco, fragments)
                 yield session
                 dist.barrier()  # nobody closes its manager while others still need it
             manager.shutdown(wait=False)
@@ -140,6 +142,13 @@ class TorchftDiLoCo(Baseline):
             return 0.0 if into else allreduce_nbytes / d * sizes[(rounds - 1) % self.fragments]
 
         return Session(model, optimizer, count_payload(optimizer, nbytes_of_step))
+
+
+def _agreed(diloco: Any, fragments: list[nn.Module]) -> Tensor:
+    """Returns the outer parameters, which torchft keeps by fragment."""
+    kept = [fragment.original_parameters for fragment in diloco._fragments]
+    names = [[name for name, _ in fragment.named_parameters()] for fragment in fragments]
+    return torch.cat([one[name].flatten() for one, of in zip(kept, names, strict=True) for name in of])
 
 
 def _fragments(model: nn.Module, number: int) -> list[nn.Module]:

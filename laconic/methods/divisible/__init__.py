@@ -362,6 +362,9 @@ class Divisible(Method):
     def reference(self) -> Tensor | None:
         return None if self.background is None else self.x_hat
 
+    def agreed(self, worker: Replica) -> Tensor:
+        return self.x_hat
+
     def unsliceable(self) -> None:
         return None
 

@@ -210,7 +210,8 @@ class Stretch:
     def _settings(self, place: Place) -> Settings:
         """Returns the settings of an optimizer's group that stretching depends on: weight decay is none of them."""
         group = self._optimizers[place.optimizer].param_groups[place.group]
-        return Settings(float(group["lr"]), *map(float, group["betas"]), float(group["eps"]))
+        beta1, beta2 = group["betas"]
+        return Settings(float(group["lr"]), float(beta1), float(beta2), float(group["eps"]))
 
     def _call(self, name: str, *arguments: Any) -> None:
         *vectors, factors = arguments
