@@ -25,7 +25,7 @@ COMPRESSORS: list[Compressor] = [
     *(Log(bits, block=block) for bits in range(2, 7) for block in (64, 2048)),
     *(Uniform(bits, block=block) for bits in range(2, 9) for block in (64, 2048)),
     Uniform(4, stochastic=True),
-    *(TopK(ratio) for ratio in (0.001, 0.01, 0.3, 1.0)),
+    *(TopK(ratio, bits) for ratio in (0.001, 0.01, 0.3, 1.0) for bits in (1, 32)),
 ]
 GUARD = 32  # bytes, or entries, on either side
 

@@ -84,6 +84,7 @@ SETS = {
     "uniform": _of(Uniform(), 2.0),
     "stochastic": _of(Uniform(stochastic=True), 2.0),
     "topk": _of(TopK(), 2.0),
+    "topk signs": _of(TopK(bits=1), 3.2),
     "anchor": KernelSet(0.4, _call_anchor),
     "stretch": KernelSet(0.2, _call_stretch),
 }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.comm import Solo
-from laconic.compress import Log, Pick, Sign, Uniform
+from laconic.compress import Log, Pick, Sign, TopK, Uniform
 from tests.helpers import OPTIMIZERS, agreed_x, batch, build_model, rank, train, train_alone
 
 WORKERS = 3
@@ -67,6 +67,12 @@ ROWS = [
     Row("diloco, 4 bits", laconic.DiLoCo(period=2, compressor=Uniform(4))),
     Row("diloco, streaming, 4 bits", laconic.DiLoCo(period=4, fragments=2, delay=3, compressor=Uniform(4))),
     Row("diloco, streaming, 1 bit", laconic.DiLoCo(3, 0.4, fragments=3, delay=1, mixing=0.0, compressor=Sign())),
+
+    Row("diloco, sparse",
+        laconic.DiLoCo(4, 1.5, 0.0, fragments=4, delay=1, mixing="steps", compressor=TopK(0.2, bits=1), decay=0.95)),
+    Row("diloco, one hop, keeps steps",
+        laconic.DiLoCo(5, 1.0, 0.0, fragments=2, delay=3, mixing="steps", compressor=Uniform(4), hops=1)),
+    Row("diloco, decay at both ends", laconic.DiLoCo(3, delay=2, compressor=TopK(0.5), hops=2, decay=0.9)),
 
     Row("qsgd", laconic.QSGD()),
     Row("qsgd, 4 bits", laconic.QSGD(bits=4, seed=3)),

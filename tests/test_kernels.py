@@ -52,7 +52,9 @@ def test_a_method_names_the_kernels_that_it_may_call(method, numel, workers, exp
 def test_every_compressor_has_a_set_of_its_own_or_none():
     from laconic.compress.spec import NAMES
 
-    assert {kind().kernels for kind in NAMES.values()} | {"stochastic", "anchor", "stretch"} == set(kernels.SETS)
+    assert {kind().kernels for kind in NAMES.values()} | {"stochastic", "topk signs", "anchor", "stretch"} == set(
+        kernels.SETS
+    )
 
 
 def compiled() -> list[str]:

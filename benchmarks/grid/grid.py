@@ -6,8 +6,8 @@
 
 Every run is a real training on emulated hosts. A line of the file is one run; `run` makes those that the file lacks.
 The recorded runs are in grid.jsonl.
-The clock includes one average of all models at the target for methods whose workers differ, as everywhere in `laconic
-compare`.
+The time to the target is that of the model that is there first, as everywhere in `laconic compare`: the mean of all
+models, with the time of averaging them once where workers differ, or the agreed model that all workers hold.
 
 Not everything is run, since most of it is hopeless, and a line says why:
 - A run that takes longer than the task's limit (about four times the best) is ended.
@@ -157,11 +157,13 @@ def train(cell: Cell, contender: str, seed: int) -> dict[str, Any]:
         "seconds": reached and round(reached.seconds, 3),
         "steps": reached and reached.step,
         "average": round(record.average_seconds, 3) if reached and reached.differs else 0.0,  # part of `seconds`
+        "average_seconds": round(record.average_seconds, 3),
         "kb": reached and round(reached.payload_nbytes / 1e3, 1),
         "ms": round(1e3 * record.step_time.total, 2),
         "kb_per_step": round(sum(record.payload_nbytes_per_step.values()) / 1e3, 2),
         "final": round(record.final() or math.nan, 5),
         "curve": [round(point.values[record.metric], 4) for point in record.points],
+        "agreed": [round(p.agreed[record.metric], 4) if p.agreed else None for p in record.points],
     }
 
 
@@ -199,7 +201,7 @@ def why_not(rows: list[dict[str, Any]], cell: Cell, contender: str, seed: int, *
         return f"its bytes to the target alone take {8e-3 * min(sent) / cell.rate:.0f} s"
     if cell.rate == 0:
         return None
-    if seed == 0 and cell.round_trip:
+    if seed == 0 and cell.round_trip and not chosen:
         found = {name: min(values) for name, values in times(rows, dataclasses.replace(cell, round_trip=0)).items()}
         if contender not in found:
             return "not run without a delay"

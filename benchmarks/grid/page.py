@@ -41,7 +41,6 @@ class Result:
 
     name: str
     seconds: dict[int, float]
-    averages: dict[int, float]  # of these, for one average of all models
     steps: list[int]
     ms: list[float]
     why: str  # it has no seconds
@@ -50,13 +49,9 @@ class Result:
     def mean(self) -> float:
         return statistics.fmean(self.seconds.values()) if self.seconds else math.inf
 
-    def behind(self, first: Result, *, without_average: bool = False) -> float:
+    def behind(self, first: Result) -> float:
         """Returns how many times later than `first` it is; infinite if it misses the target in a common seed."""
-        ratios = [
-            (seconds - (self.averages[seed] if without_average else 0.0)) / first.seconds[seed]
-            for seed, seconds in self.seconds.items()
-            if seed in first.seconds
-        ]
+        ratios = [seconds / first.seconds[seed] for seed, seconds in self.seconds.items() if seed in first.seconds]
         return statistics.geometric_mean(ratios) if ratios and all(map(math.isfinite, ratios)) else math.inf
 
 
@@ -64,9 +59,8 @@ def results(rows: list[Row]) -> list[Result]:
     """Returns the contenders of the rows of a cell."""
     found: dict[str, Result] = {}
     for row in rows:
-        one = found.setdefault(row["contender"], Result(row["contender"], {}, {}, [], [], ""))
+        one = found.setdefault(row["contender"], Result(row["contender"], {}, [], [], ""))
         one.seconds[row["seed"]] = row.get("seconds") or math.inf
-        one.averages[row["seed"]] = row.get("average") or 0.0
         if row.get("seconds"):
             one.steps.append(row["steps"])
         if "ms" in row:
@@ -82,9 +76,9 @@ def best_of_laconic(of: list[Result]) -> Result | None:
     return min((one for one in chosen if len(one.seconds) == most), key=lambda one: one.mean, default=None)
 
 
-def best_of_others(of: list[Result], ours: Result, *, without_average: bool = False) -> tuple[Result | None, float]:
+def best_of_others(of: list[Result], ours: Result) -> tuple[Result | None, float]:
     """Returns the best of the others, seed by seed, and how many times later than `ours` it is."""
-    behind = {one.name: one.behind(ours, without_average=without_average) for one in of if is_peer(one.name)}
+    behind = {one.name: one.behind(ours) for one in of if is_peer(one.name)}
     first = min((one for one in of if is_peer(one.name)), key=lambda one: behind[one.name], default=None)
     if first is None or not math.isfinite(behind[first.name]):
         return None, math.inf
@@ -155,8 +149,8 @@ def print_table(rows: list[Row], cells: list[Cell]) -> None:
 
 
 def print_leads(rows: list[Row], cells: list[Cell]) -> None:
-    print("| | best of laconic | best of the others | lead | lead if the others' average is free | × the floor |")
-    print("|---" * 6 + "|")
+    print("| | best of laconic | best of the others | lead (by seed) | × the floor |")
+    print("|---" * 5 + "|")
     leads: dict[str, list[float]] = {}
     for cell in cells:
         found = results(of_cell(rows, cell))
@@ -164,9 +158,8 @@ def print_leads(rows: list[Row], cells: list[Cell]) -> None:
         if ours is None:
             continue
         theirs, lead = best_of_others(found, ours)
-        _, cautious = best_of_others(found, ours, without_average=True)
         if theirs is None:
-            lead = cautious = least_of_others(found, cell.task) / ours.mean
+            lead = least_of_others(found, cell.task) / ours.mean
             other, bound, each = "none", "> ", ""
         else:
             both = sorted(ours.seconds.keys() & theirs.seconds.keys())
@@ -174,10 +167,9 @@ def print_leads(rows: list[Row], cells: list[Cell]) -> None:
             each = f" ({', '.join(f'{theirs.seconds[seed] / ours.seconds[seed]:.2f}' for seed in both)})"
         print(
             f"| {cell.task}, {network(cell)} | {ours.name} ({len(ours.seconds)} seeds) | {other} |"
-            f" {bound}**{lead:.2f}**{each} | {bound}{cautious:.2f} | {above_floor(rows, cell, ours):.2f} |"
+            f" {bound}**{lead:.2f}**{each} | {above_floor(rows, cell, ours):.2f} |"
         )
         leads.setdefault("all", []).append(lead)
-        leads.setdefault("all, if the others' average is free", []).append(cautious)
         if cell.rate == 10:
             leads.setdefault("10 Mbit/s", []).append(lead)
     for name, values in leads.items():

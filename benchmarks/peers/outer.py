@@ -2,6 +2,7 @@
 
 LACONIC_DATA=… python benchmarks/peers/outer.py --only ADPSGD   (some minutes; prints rows of the table of peers.md)
 LACONIC_DATA=… python benchmarks/peers/outer.py --only A2CiD2
+LACONIC_DATA=… python benchmarks/peers/outer.py --only DiLoCo   (the outer step at a constant period)
 
 After each round of ADPSGD, with θ the model after the last one, Δ = θ − x̄ and u ← μu + Δ, all workers go on from
 θ ← θ − ν(Δ + μu). With A2CiD2 each worker does that by itself every 8 steps, with its own x instead of x̄. It counts as
@@ -18,7 +19,7 @@ import torch
 from laconic.bench.run import Plan, run
 from laconic.bench.strategies import Contender, MethodStrategy
 from laconic.method import Method, Replica
-from laconic.methods import ADPSGD, A2CiD2
+from laconic.methods import ADPSGD, A2CiD2, DiLoCo
 from laconic.tasks import Fashion
 
 TARGET, COMPUTE = 0.85, 0.03  # seconds of a step
@@ -83,6 +84,7 @@ def methods() -> list[tuple[str, Method]]:
             found.append((f"ADPSGD({period}) | {what}", method))
         gossip = A2CiD2() if is_plain else OuterA2CiD2(outer_lr=lr, outer_momentum=momentum)
         found.append((f"A2CiD2() | {what}", gossip))
+    found += [(f"DiLoCo({period}) | its defaults", DiLoCo(period)) for period in (8, 16, 32, 48)]
     return sorted(found, key=lambda entry: entry[0].partition(" | ")[0])
 
 
@@ -92,19 +94,20 @@ def main() -> None:
     parser.add_argument("--link", default="100mbit")
     parser.add_argument("--only", default="", help="methods whose name begins so")
     options = parser.parse_args()
-    print("| method | outer step | steps to 85 % | final % |", flush=True)
-    print("|---|---|---|---|")
+    print("| method | outer step | steps to 85 % | final % | kB a step |", flush=True)
+    print("|---|---|---|---|---|")
     for name, method in methods():
         if not name.startswith(options.only):
             continue
-        steps, finals = [], []
+        steps, finals, nbytes = [], [], []
         for seed in range(options.seeds):
             plan = Plan(Fashion(), 4, 300, seed, options.link, evaluations=30, simulated=COMPUTE)
             record = run(Contender(name, name, MethodStrategy(method)), plan)
             reached = record.reached(TARGET)
             steps.append("–" if reached is None else str(reached.step))
             finals.append(f"{100 * (record.final() or 0):.1f}")
-        print(f"| {name} | {', '.join(steps)} | {', '.join(finals)} |", flush=True)
+            nbytes.append(f"{sum(record.payload_nbytes_per_step.values()) / 1e3:.0f}")
+        print(f"| {name} | {', '.join(steps)} | {', '.join(finals)} | {', '.join(nbytes)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def column_meanings(records: Sequence[Record], target: float, compares: bool) ->
     if compares:
         meanings["against DDP"] = "how many times faster than PyTorch's DistributedDataParallel"
     return meanings | {
-        "sent": "bytes that one worker sends until then, with one average of models that differ; else in the whole run",
+        "sent": "bytes that one worker sends until then, with one average if that was needed; else in the whole run",
         "ms/step": "duration of a training step",
         "waiting": "share of the step in which the worker waits for the network or for other workers",
         metric: f"final {metric} on held-out data, mean (± standard deviation) of seeds",

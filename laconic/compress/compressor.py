@@ -147,7 +147,7 @@ class Compressor(ABC):
         words = [type(self).__name__.lower()]
         for position, field in enumerate(settings_of(type(self))):
             value = getattr(self, field.name)
-            if field.name in ("bits", "ratio"):
+            if position == 0 and field.name in ("bits", "ratio"):
                 words.append(str(value))
             elif value != field.default:
                 positional = position == len(words) - 1 and field.name in ("stochastic", "format")

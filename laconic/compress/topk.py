@@ -10,13 +10,17 @@ from torch import Tensor
 from laconic.compress import packing
 from laconic.compress.backend import kernels_for
 from laconic.compress.compressor import Compressor, check_finite, not_finite
-from laconic.rules import check_number
+from laconic.compress.dense import Identity
+from laconic.compress.quantizers import Sign
+from laconic.rules import check_choice, check_number
+
+EXACT, SIGNS = Identity(), Sign(block=512)  # of the values that are sent
 
 
 class _Sections(NamedTuple):
     """The number of entries k, and the byte offsets at which the three sections of a code end.
 
-    The sections are the k values in fp32, the lowest `low_bits` bits of the k sorted indices, and the Elias–Fano bitmap
+    The sections are the k values, the lowest `low_bits` bits of the k sorted indices, and the Elias–Fano bitmap
     of the indices' high bits: bit (index >> low_bits) + position is set.
     """
 
@@ -29,13 +33,14 @@ class _Sections(NamedTuple):
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """Sends the k = max(1, round(ratio·numel)) entries of largest magnitude, in fp32; the others decode to 0.
+    """Sends the k = max(1, round(ratio·numel)) entries of largest magnitude; the others decode to 0.
 
     Among entries of equal magnitude the first are sent. The sorted indices are Elias–Fano coded in about
     2 + log2(1/ratio) bits each, within half a bit of the information-theoretic minimum.
 
     Args:
         ratio: the fraction of entries that is sent, above 0 and at most 1.
+        bits: 32 sends their values in fp32; 1 sends signs, and the mean magnitude of every 512 of them (`Sign`).
 
     Example:
         >>> import torch
@@ -51,23 +56,29 @@ class TopK(Compressor):
     """
 
     ratio: float = 0.01
+    bits: int = 32
 
     def __post_init__(self) -> None:
         check_number("ratio", self.ratio, most=1, above=0)
+        check_choice("bits", self.bits, (1, 32))
+
+    @property
+    def _values(self) -> Compressor:
+        return SIGNS if self.bits == 1 else EXACT
 
     def _sections(self, numel: int) -> _Sections:
         if numel == 0:
             return _Sections(0, 0, 0, 0, 0)
         k = max(1, round(self.ratio * numel))
         low_bits = int(math.log2(numel // k))
-        values_end = 4 * k
+        values_end = self._values.nbytes(k)
         low_bits_end = values_end + packing.packed_nbytes(k, low_bits)
         bitmap_end = low_bits_end + packing.packed_nbytes(k + ((numel - 1) >> low_bits), 1)
         return _Sections(k, low_bits, values_end, low_bits_end, bitmap_end)
 
     @property
     def kernels(self) -> str:
-        return "topk"
+        return "topk" if self.bits == 32 else "topk signs"
 
     def nbytes(self, numel: int) -> int:
         return self._sections(numel).bitmap_end
@@ -85,8 +96,9 @@ class TopK(Compressor):
         if x is not None:
             kernels.topk.add_into(residual.numpy(), x.numpy())
         values = residual[indices]
-        residual[indices] = 0.0
         self._write(values, indices, out, residual.numel())
+        sent = self._values.decode(out[: self._values.nbytes(values.numel())], values.numel())
+        residual[indices] = values - sent
 
     def _decode(self, code: Tensor, target: Tensor, step: int) -> None:
         values, indices = self._read(code, target.numel())
@@ -116,7 +128,7 @@ class TopK(Compressor):
 
     def _write(self, values: Tensor, indices: Tensor, out: Tensor, numel: int) -> None:
         k, low_bits, values_end, low_bits_end, bitmap_end = self._sections(numel)
-        out[:values_end] = values.view(torch.uint8)
+        self._values.encode(values, out=out[:values_end])
         kernels = kernels_for(out)
         if kernels:
             lows, bitmap = out[values_end:low_bits_end].numpy(), out[low_bits_end:].numpy()
@@ -131,8 +143,7 @@ class TopK(Compressor):
     def _read(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Returns the values and the sorted indices in `code`; raises if its bytes are not a valid code."""
         k, low_bits, values_end, low_bits_end, _ = self._sections(numel)
-        values = code[:values_end].clone().view(torch.float32)
-        check_finite(values)
+        values = self._values.decode(code[:values_end], k)
         kernels = kernels_for(code)
         if kernels:
             indices = torch.empty(k, dtype=torch.int64)

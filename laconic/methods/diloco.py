@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from laconic.comm import Comm
-from laconic.comm.coded_mean import CodedMean, Part, PlainMean, block_of, split
-from laconic.comm.saved_mean import average_saved
-from laconic.compress import Compressor, bits_per_entry
+from laconic.comm.coded_mean import CodedMean, GatheredMean, Part, PlainMean, block_of, split
+from laconic.comm.saved_mean import average_saved, seat
+from laconic.compress import Compressor, TopK, bits_per_entry
 from laconic.forms import Choice, Each, Form, Maybe, Real, Whole
 from laconic.method import (
     DIFFERENCE,
@@ -35,6 +35,7 @@ from laconic.methods.averaging import Moments, check_compressor, squared_norm
 from laconic.methods.flight import Flight
 
 NOTHING = Choice((None,))
+NAME = "pseudo-gradient"  # in error messages
 
 
 @dataclass
@@ -56,15 +57,22 @@ class DiLoCo(Method):
         fragments: contiguous parts into which the parameters are cut; they are applied in steps that are spread evenly
             over the period, with the last one at its end.
         delay: steps from sending a fragment to applying its average; less than `period`. 0: workers wait for it.
-        mixing: α, the share of a worker's local parameters that an applied fragment keeps. None: 0 where workers wait,
-            else 0.5, as local steps are made while the fragment travels.
+        mixing: α, the share of a worker's local parameters that an applied fragment keeps. "steps": it keeps the local
+            steps that were made while the fragment travelled, and no others: x_i ← θ + x_i − (x_i when it was sent).
+            None: 0 where workers wait, else 0.5.
         moments: `"averaged"` also averages the fragment's entries of the optimizer's state (momentum, Adam's m and v)
             when it is sent, in fp32; workers wait for that.
         compressor: quantizes θ − x_i and the mean of it, with error feedback; such as `Uniform(4)`.
+        hops: 1: quantized messages go from all to all; 2: through owners, with fewer bytes from three workers on. None:
+            1 with `TopK`, as the mean of sparse messages is not sparse, else 2.
+        decay: the share of the quantization errors that is kept from one period to the next.
 
-    Bytes per period and worker: 2(n−1)/n · 4d, and as much for each averaged state vector. With a compressor,
-    2(n−1)/n quantized vectors (as n separate parts of each fragment) instead of the first. A single worker sends
-    nothing and is the plain optimizer.
+    With `TopK` most of θ − x_i is late or decays, so the outer rate can be larger than 1. This is SparseLoCo without
+    waiting: `DiLoCo(8, 2.5, 0.0, fragments=8, delay=1, mixing="steps", compressor=TopK(1/64, bits=1), decay=0.95)`.
+
+    Bytes per period and worker: 2(n−1)/n · 4d, and as much for each averaged state vector. With a compressor, instead
+    of the first, 2(n−1)/n quantized vectors (as n separate parts of each fragment), or n−1 with one hop. A single
+    worker sends nothing and is the plain optimizer.
 
     A checkpoint of another number of workers: fragments in flight are applied as at the end of training, all start from
     mean(x) with the same θ and b; every worker gets the mean of the residuals, and the owners' residuals are cut anew.
@@ -81,6 +89,7 @@ class DiLoCo(Method):
     References:
         Douillard et al. 2023, https://arxiv.org/abs/2311.08105
         Douillard et al. 2025, https://arxiv.org/abs/2501.18512
+        Sarfi et al. 2025 (SparseLoCo), https://arxiv.org/abs/2508.15706
     """
 
     paper: ClassVar[str] = "arXiv 2311.08105, 2501.18512"
@@ -90,9 +99,11 @@ class DiLoCo(Method):
     outer_momentum: float = 0.9
     fragments: int = 1
     delay: int = 0
-    mixing: float | None = None
+    mixing: float | Literal["steps"] | None = None
     moments: Moments = "local"
     compressor: Compressor | None = None
+    hops: Literal[1, 2] | None = None
+    decay: float = 1.0
 
     theta: Tensor = state(merge="same")  # the outer parameters θ (d)
     momentum: Tensor = state(merge="same")  # the outer momentum b (d)
@@ -101,6 +112,7 @@ class DiLoCo(Method):
     residual: Tensor | None = state(merge="mean")  # quantization error of this worker's messages (d)
     # Quantization error of the averages that this rank sends as an owner, fragment by fragment.
     owner_residual: Tensor | None = state(merge="method")
+    sent_x: Tensor | None = state(merge="method")  # x when it was sent, in fragments in flight; for mixing="steps" (d)
 
     _flights: list[Flight] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -117,10 +129,15 @@ class DiLoCo(Method):
                 f"delay must be less than period={self.period}, not {self.delay}: "
                 f"a fragment is applied before it is sent again"
             )
-        if self.mixing is not None:
-            check_number("mixing", self.mixing, least=0, most=1)
+        if self.mixing is not None and self.mixing != "steps":
+            check_number('mixing (or "steps")', self.mixing, least=0, most=1)
         check_choice("moments", self.moments, ("local", "averaged"))
         check_compressor(self.compressor)
+        check_choice("hops", self.hops, (1, 2, None))
+        check_number("decay", self.decay, least=0, most=1)
+        for name, default in (("hops", None), ("decay", 1.0)):
+            if self.compressor is None and getattr(self, name) != default:
+                raise ValueError(f"{name} is for quantized messages, and compressor=None sends fp32: leave {name} out")
 
     def kernels(self, numel: int, workers: int) -> set[str]:
         if workers == 1 or self.compressor is None:
@@ -135,6 +152,8 @@ class DiLoCo(Method):
         self.momentum = torch.zeros_like(self.theta)
         self._flights = []
         self._pieces = [slice(p.start, p.stop) for p in split(0, d, range(self.fragments))]
+        if self._keeps_steps:
+            self.sent_x = torch.zeros_like(self.theta)
         channel = comm.channel("background") if self.delay else comm
         if self.compressor is None:
             self._means: list[CodedMean | PlainMean] = [
@@ -142,11 +161,14 @@ class DiLoCo(Method):
             ]
             return
         self.residual = torch.zeros_like(self.theta)
-        owned = [part.numel for part in self._owned(comm.rank, comm.size)]
-        self.owner_residual = self.theta.new_zeros(sum(owned))
+        owner_residuals: Sequence[Tensor | None] = [None] * self.fragments
+        if self._hops == 2:
+            owned = [part.numel for part in self._owned(comm.rank, comm.size)]
+            self.owner_residual = self.theta.new_zeros(sum(owned))
+            owner_residuals = torch.split(self.owner_residual, owned)
         self._means = [
             self._coded_mean(channel, piece, self.residual[piece], owner_residual)
-            for piece, owner_residual in zip(self._pieces, torch.split(self.owner_residual, owned), strict=True)
+            for piece, owner_residual in zip(self._pieces, owner_residuals, strict=True)
         ]
 
     def _parts(self, piece: slice, workers: int) -> list[Part]:
@@ -162,18 +184,26 @@ class DiLoCo(Method):
         self, comm: Comm, piece: slice, residual: Tensor | None, owner_residual: Tensor | None
     ) -> CodedMean:
         assert self.compressor is not None
+        if self._hops == 1:
+            return GatheredMean(comm, piece.start, piece.stop, self.compressor, residual=residual, name=NAME)
         return CodedMean(
             comm,
             self._parts(piece, comm.size),
             self.compressor,
             residual=residual,
             owner_residual=owner_residual,
-            name="pseudo-gradient",
+            name=NAME,
         )
 
     @property
     def _hops(self) -> int:
-        return 1 if self.compressor is None else 2
+        if self.compressor is None:
+            return 1
+        return self.hops or (1 if isinstance(self.compressor, TopK) else 2)
+
+    @property
+    def _keeps_steps(self) -> bool:
+        return self.mixing == "steps" and self.delay > 0
 
     def _due(self, step: int) -> int | None:
         """Returns the number of the fragment that is sent in this step, if any: number p, `delay` steps before
@@ -191,6 +221,10 @@ class DiLoCo(Method):
             return
         piece, mean = self._pieces[fragment], self._means[fragment]
         difference = self.theta[piece] - worker.x[piece]
+        if self.sent_x is not None:
+            self.sent_x[piece] = worker.x[piece]
+        if self.residual is not None and self.decay != 1:
+            self.residual[piece].mul_(self.decay)
         transfer = mean.send(difference, step=worker.step, counted=worker.counted)
         self._flights.append(Flight(piece, worker.step + self._first_wait, [mean], [transfer]))
         if self.delay == 0:
@@ -208,17 +242,21 @@ class DiLoCo(Method):
         """Waits for the messages that are due, and applies the averages that have arrived."""
         flights, self._flights = self._flights, []
         for flight in flights:
+            (mean,) = flight.means
             if flight.due <= step and flight.has_hops_left:
+                if isinstance(mean, CodedMean) and mean.owner_residual is not None and self.decay != 1:
+                    mean.owner_residual.mul_(self.decay)
                 flight.answer()
                 flight.due += self.delay - self._first_wait
             if flight.due > step:
                 self._flights.append(flight)
                 continue
-            average = flight.means[0].receive(flight.transfers[0])
+            average = mean.receive(flight.transfers[0])
             worker.comm.late.read(squared_norm(average), partial(self._note, worker))
             self.rounds += 1
             self._outer_step(self.theta[flight.piece], self.momentum[flight.piece], average)
-            self._mix(worker.x[flight.piece], self.theta[flight.piece])
+            sent_x = None if self.sent_x is None else self.sent_x[flight.piece]
+            self._mix(worker.x[flight.piece], self.theta[flight.piece], sent_x)
 
     def _note(self, worker: Replica, squares: Sequence[float]) -> None:
         self.pseudo_gradient = math.sqrt(sum(square for (square,) in worker.gather_slices(squares)))
@@ -232,10 +270,14 @@ class DiLoCo(Method):
 
     @property
     def _alpha(self) -> float:
+        if isinstance(self.mixing, str):
+            return 0.0
         return (0.5 if self.delay else 0.0) if self.mixing is None else float(self.mixing)
 
-    def _mix(self, x: Tensor, theta: Tensor) -> None:
-        if self._alpha:
+    def _mix(self, x: Tensor, theta: Tensor, sent_x: Tensor | None) -> None:
+        if sent_x is not None:
+            x.sub_(sent_x).add_(theta)
+        elif self._alpha:
             x.mul_(self._alpha).add_(theta, alpha=1 - self._alpha)
         else:
             x.copy_(theta)
@@ -299,7 +341,8 @@ class DiLoCo(Method):
     def state_forms(self, step: int) -> dict[str, Form]:
         code = None if self.compressor is None else str(self.compressor)
         flights = Each(Flight.form(self.theta.numel(), step, self.delay, self._hops, [(code,)]), most=self.fragments)
-        without = {name: NOTHING for name in ("residual", "owner_residual") if getattr(self, name) is None}
+        names = ("residual", "owner_residual", "sent_x")
+        without = {name: NOTHING for name in names if getattr(self, name) is None}
         if self.delay == 0:
             flights = Each(NOTHING, most=0)
         return super().state_forms(step) | without | {"pseudo_gradient": Maybe(Real(0)), "flights": flights}
@@ -351,8 +394,8 @@ class DiLoCo(Method):
             merged["rounds"] += 1
             merged["pseudo_gradient"] = math.sqrt(squared_norm(average).item())
             self._outer_step(theta[piece], momentum[piece], average)
-            for x in xs:
-                self._mix(x[piece], theta[piece])
+            for x, one in zip(xs, states, strict=True):
+                self._mix(x[piece], theta[piece], None if one["sent_x"] is None else one["sent_x"][piece])
         if owner_residual is not None and self.owner_residual is not None:
             owned = self._owned(worker.comm.rank, worker.comm.size)
             merged["owner_residual"] = torch.cat([owner_residual[part.start : part.stop] for part in owned])
@@ -361,13 +404,19 @@ class DiLoCo(Method):
     def _average_saved(self, piece: slice, flights: list[dict[str, Any]], owner_residual: Tensor | None) -> Tensor:
         """Returns the average of a fragment that all ranks saved in flight; owners answer now if they had not."""
         transfers = [flight["transfers"][0] for flight in flights]
-        if self.compressor is None or owner_residual is None:
+        if self.compressor is None:
             arrived: Tensor = transfers[0]["arrived"]
             return arrived.clone()
-        parts = self._parts(piece, len(flights))
+        if owner_residual is None:  # one hop: what has arrived is the same on all ranks
+            mean = self._coded_mean(seat(0, len(flights)), piece, None, None)
+            mean.check_saved("method.flights", transfers[0], transfers[0]["step"], answered=False)
+            return mean.receive(mean.restore(transfers[0]))
+        parts, answered = self._parts(piece, len(flights)), bool(flights[0]["answered"])
+        if not answered:
+            owner_residual[piece].mul_(self.decay)
 
         def make(comm: Comm) -> CodedMean:
             own = parts[comm.rank]
             return self._coded_mean(comm, piece, None, owner_residual[own.start : own.stop])
 
-        return average_saved("method.flights", transfers, make, answered=bool(flights[0]["answered"]))
+        return average_saved("method.flights", transfers, make, answered=answered)

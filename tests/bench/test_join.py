@@ -87,9 +87,9 @@ def test_wrong_folders_and_files_are_reported_in_one_line(
     a = write(tmp_path / "a", runs(0))
     files = {
         "text": ("a diary\n", "line 1 is not a run that laconic wrote"),
-        "list": ("[]\n", "line 1 is not a run that laconic wrote (a run must have a schema from 1 to 4, not None)"),
+        "list": ("[]\n", "line 1 is not a run that laconic wrote (a run must have a schema from 1 to 5, not None)"),
         "fields": ('{"schema": 4}\n', "line 1 is not a run that laconic wrote ('points')"),
-        "future": ('{"schema": 5}\n', "a schema from 1 to 4, not 5"),
+        "future": ('{"schema": 6}\n', "a schema from 1 to 5, not 6"),
         "cut": (RunsFile(a).path.read_text() + '{"name": "dd', "line 3 is not a run"),
         "empty": ("", "has no runs"),
     }

@@ -15,7 +15,7 @@ ONE_LEVEL = [Sign(), Sign(block=64), Pick(), Pick(block=64), Pick(4)]
 DETERMINISTIC = [*ONE_LEVEL, *(Log(b) for b in range(2, 7)), *(Uniform(b) for b in range(2, 9))]
 STOCHASTIC = [Uniform(4, stochastic=True), Uniform(8, stochastic=True, seed=7)]
 BLOCKWISE = [*DETERMINISTIC, *STOCHASTIC]
-SPARSE = [TopK(0.01), TopK(0.3), TopK(1.0)]
+SPARSE = [TopK(0.01), TopK(0.3), TopK(1.0), TopK(0.01, bits=1), TopK(0.4, bits=1)]
 ALL = [*DENSE, *BLOCKWISE, *SPARSE]
 
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 2047, 2048, 2049, 5000, 20011]

@@ -23,6 +23,7 @@ from tests.compress.cases import ALL
         ("uniform:8:stochastic:seed=5", Uniform(8, stochastic=True, seed=5)),
         ("uniform:8:seed=5", Uniform(8, seed=5)),
         ("topk:0.01", TopK(0.01)),
+        ("topk:0.01:bits=1", TopK(0.01, bits=1)),
         ("sign:block=64", Sign(64)),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,12 +16,15 @@ from tests.oracles.diloco import diloco
 
 WORKERS, STEPS = 3, 23
 # A method, the steps of a period in which its fragments are sent, and the α it mixes with.
-MODES: list[tuple[laconic.DiLoCo, list[int], float]] = [
+MODES: list[tuple[laconic.DiLoCo, list[int], float | Literal["steps"]]] = [
     (laconic.DiLoCo(period=4), [4], 0.0),
     (laconic.DiLoCo(period=5, outer_lr=0.5, outer_momentum=0.0, mixing=0.25), [5], 0.25),
     (laconic.DiLoCo(period=4, outer_lr=0.4, fragments=3), [2, 3, 4], 0.0),
     (laconic.DiLoCo(period=6, outer_lr=0.4, fragments=2, delay=5), [4, 1], 0.5),
     (laconic.DiLoCo(period=3, outer_lr=0.4, fragments=3, delay=2, mixing=0.0), [2, 3, 1], 0.0),
+    (laconic.DiLoCo(period=6, outer_lr=0.4, fragments=2, delay=5, mixing="steps"), [4, 1], "steps"),
+    (laconic.DiLoCo(4, 1.5, 0.0, 2, 1, "steps", compressor=TopK(0.2), decay=0.8), [1, 3], "steps"),
+    (laconic.DiLoCo(3, 0.7, 0.5, 1, 0, "steps", compressor=Uniform(3), hops=1), [3], 0.0),
 ]
 
 
@@ -35,7 +38,7 @@ def test_agrees_with_the_oracle() -> None:
     for number, (method, name) in enumerate(runs):
         _, sent_at, mixing = MODES[number // len(OPTIMIZERS)]
         settings = method.period, method.outer_lr, method.outer_momentum, sent_at, method.delay, mixing
-        expected = diloco(OPTIMIZERS[name], WORKERS, STEPS, *settings)
+        expected = diloco(OPTIMIZERS[name], WORKERS, STEPS, *settings, method.compressor, method.decay)
         for step in range(STEPS):
             for worker in range(WORKERS):
                 torch.testing.assert_close(by_rank[worker][number][step], expected[step][worker], rtol=1e-4, atol=1e-5)
@@ -56,13 +59,13 @@ def test_identity_is_the_uncompressed_method() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def residuals_of(compressor: Compressor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def residuals_of(compressor: Compressor, hops: Literal[1, 2]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Trains with constant gradients; returns θ, the sum of the local steps, and both residuals."""
     d = 301
     torch.manual_seed(0)
     model = nn.Linear(d, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    method = laconic.DiLoCo(2, outer_lr=1.0, outer_momentum=0.0, fragments=2, compressor=compressor)
+    method = laconic.DiLoCo(2, outer_lr=1.0, outer_momentum=0.0, fragments=2, compressor=compressor, hops=hops)
     with laconic.Worker(model, optimizer, method) as worker:
         moved = torch.zeros(d, dtype=torch.float64)
         for step in range(6):
@@ -76,8 +79,11 @@ def residuals_of(compressor: Compressor) -> tuple[Tensor, Tensor, Tensor, Tensor
         found = worker.method
         assert isinstance(found, laconic.DiLoCo)
         assert found.residual is not None
-        assert found.owner_residual is not None
         whole = torch.zeros(d)
+        if hops == 1:
+            assert found.owner_residual is None
+            return found.theta.clone(), moved, found.residual.clone(), whole
+        assert found.owner_residual is not None
         start = 0
         for part in found._owned(worker.rank, WORKERS):
             whole[part.start : part.stop] = found.owner_residual[start : start + part.numel]
@@ -89,10 +95,11 @@ def residuals_of(compressor: Compressor) -> tuple[Tensor, Tensor, Tensor, Tensor
 def test_only_the_residuals_are_missing_and_theta_is_the_same_everywhere() -> None:
     """θ − mean(residuals) − residuals of the mean = θ₀ + Σ mean(local steps), with a plain outer step."""
     compressors = [Uniform(4), Sign(block=64), TopK(0.1), Uniform(2, stochastic=True)]
-    by_rank = laconic.spawn(lambda: [residuals_of(compressor) for compressor in compressors], WORKERS)
+    modes: list[tuple[Compressor, Literal[1, 2]]] = [*((one, 2) for one in compressors), (TopK(0.1, bits=1), 1)]
+    by_rank = laconic.spawn(lambda: [residuals_of(*mode) for mode in modes], WORKERS)
     torch.manual_seed(0)
     start = nn.Linear(301, 1, bias=False).weight.detach().flatten().double()
-    for compressor, *ranks in zip(compressors, *by_rank, strict=True):
+    for compressor, *ranks in zip(modes, *by_rank, strict=True):
         theta = ranks[0][0]
         assert all(torch.equal(theta, one[0]) for one in ranks), compressor
         expected = start + torch.stack([moved for _, moved, *_ in ranks]).mean(0)
@@ -109,6 +116,7 @@ def test_payload_is_the_formula() -> None:
         laconic.DiLoCo(4, fragments=2, delay=1),  # sends in the odd steps
         laconic.DiLoCo(4, compressor=Uniform(4)),
         laconic.DiLoCo(4, fragments=2, delay=3, compressor=Uniform(4)),
+        laconic.DiLoCo(4, compressor=TopK(0.1, bits=1)),
     ]
 
     def run() -> list[int]:
@@ -125,7 +133,7 @@ def test_payload_is_the_formula() -> None:
     n, rounds = 3, 3
     d = sum(p.numel() for p in build_model().parameters())
     ring = 2 * (n - 1) / n
-    plain, averaged, streaming, coded, coded_streaming = zip(*laconic.spawn(run, n), strict=True)
+    plain, averaged, streaming, coded, coded_streaming, sparse = zip(*laconic.spawn(run, n), strict=True)
     assert plain == (pytest.approx(rounds * ring * 4 * d, abs=rounds * n),) * n
     assert averaged == (pytest.approx(rounds * ring * 8 * d, abs=2 * rounds * n),) * n
     assert streaming == (pytest.approx(4 * ring * 4 * d, abs=8 * n),) * n
@@ -137,6 +145,7 @@ def test_payload_is_the_formula() -> None:
     up = sum(times * half for times, half in zip(sent, halves, strict=True))
     down = (n - 1) * sum(times * half for times, half in zip(answered, halves, strict=True))
     assert coded_streaming == (up, up, down)
+    assert sparse == (rounds * (n - 1) * TopK(0.1, bits=1).nbytes(d),) * n, "one hop"
 
 
 def test_a_fragment_in_flight_is_applied_for_another_number_of_workers(tmp_path: Path) -> None:
@@ -144,6 +153,8 @@ def test_a_fragment_in_flight_is_applied_for_another_number_of_workers(tmp_path:
     methods = [
         laconic.DiLoCo(6, fragments=2, delay=4, compressor=Uniform(3)),
         laconic.DiLoCo(6, fragments=2, delay=4),
+        laconic.DiLoCo(6, fragments=2, delay=4, mixing="steps", compressor=TopK(0.2), decay=0.9),
+        laconic.DiLoCo(6, fragments=2, delay=4, mixing="steps", compressor=Uniform(4), decay=0.9),
     ]
 
     def save() -> list[tuple[Tensor, Tensor]]:
@@ -229,7 +240,12 @@ def test_nan_on_one_rank_raises_on_all_and_names_it() -> None:
         ({"period": 4, "fragments": 5}, "fragments must be at most period=4, one in a step, not 5"),
         ({"period": 4, "delay": 4}, "delay must be less than period=4, not 4"),
         ({"delay": -1}, "delay must be a whole number, at least 0, not -1"),
-        ({"mixing": 2.0}, "mixing must be a finite number at least 0 and at most 1, not 2.0"),
+        ({"mixing": 2.0}, r'mixing \(or "steps"\) must be a finite number at least 0 and at most 1, not 2.0'),
+        ({"mixing": "step"}, r'mixing \(or "steps"\) must be a finite number'),
+        ({"hops": 3, "compressor": Sign()}, "hops must be one of 1, 2, None, not 3"),
+        ({"hops": 1}, "hops is for quantized messages, and compressor=None sends fp32: leave hops out"),
+        ({"decay": 0.5}, "decay is for quantized messages, and compressor=None sends fp32: leave decay out"),
+        ({"decay": 1.5, "compressor": Sign()}, "decay must be a finite number at least 0 and at most 1, not 1.5"),
         ({"moments": "global"}, "moments must be one of local, averaged, not 'global'"),
         ({"compressor": 4}, r"compressor must be None or a compressor such as Uniform\(4\), not 4"),
     ],
