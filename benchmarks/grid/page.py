@@ -148,6 +148,12 @@ def print_table(rows: list[Row], cells: list[Cell]) -> None:
         print(f"| {'*' + name + '*' if is_peer(name) else name} |" + "".join(f" {text} |" for text in texts))
 
 
+def mean_of(one: Result, seeds: list[int]) -> str:
+    """Returns the mean seconds over some seeds, and their number."""
+    mean = statistics.fmean(one.seconds[seed] for seed in seeds)
+    return f"{mean:.1f} s ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
+
+
 def print_leads(rows: list[Row], cells: list[Cell]) -> None:
     print("| | best of laconic | best of the others | lead (by seed) | × the floor |")
     print("|---" * 5 + "|")
@@ -163,10 +169,10 @@ def print_leads(rows: list[Row], cells: list[Cell]) -> None:
             other, bound, each = "none", "> ", ""
         else:
             both = sorted(ours.seconds.keys() & theirs.seconds.keys())
-            other, bound = f"{theirs.name} ({len(both)})", ""
+            other, bound = f"{short(theirs.name)} {mean_of(theirs, both)}", ""
             each = f" ({', '.join(f'{theirs.seconds[seed] / ours.seconds[seed]:.2f}' for seed in both)})"
         print(
-            f"| {cell.task}, {network(cell)} | {ours.name} ({len(ours.seconds)} seeds) | {other} |"
+            f"| {cell.task}, {network(cell)} | {short(ours.name)} {mean_of(ours, list(ours.seconds))} | {other} |"
             f" {bound}**{lead:.2f}**{each} | {above_floor(rows, cell, ours):.2f} |"
         )
         leads.setdefault("all", []).append(lead)
@@ -180,8 +186,10 @@ def print_leads(rows: list[Row], cells: list[Cell]) -> None:
 def short(name: str) -> str:
     kind, *settings = name.partition("@")[0].split("+")
     bits = next((s.split("=")[1] for s in settings if s.startswith("compressor=")), "")
-    suffix = {"uniform:4": ", 4 bits", "pick:7": ", Pick(7)"}.get(bits, "")
-    return SHORT.get(kind, kind) + suffix
+    kinds = {"uniform:4": ", 4 bits", "pick:7": ", Pick(7)"}
+    suffix = ", sparse" if bits.startswith("topk") else kinds.get(bits, "")
+    steps = name.partition("@")[2]
+    return SHORT.get(kind, kind) + suffix + (f", {steps} steps" if steps else "")
 
 
 def draw_map(rows: list[Row]) -> str:
