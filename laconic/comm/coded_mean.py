@@ -65,6 +65,7 @@ class CodedMean:
         residual: error feedback of this worker, as long as the vector. It is updated in place: the quantization error
             of one vector is added to the next one.
         owner_residual: the same for the averages of the parts that this rank owns, end to end.
+        decay: the share of both residuals that is kept for the next vector.
         answer_comm: a channel for the answers.
         name: what the vector is, for error messages.
 
@@ -89,6 +90,7 @@ class CodedMean:
         workers: Sequence[int] | None = None,
         residual: Tensor | None = None,
         owner_residual: Tensor | None = None,
+        decay: float = 1.0,
         answer_comm: Comm | None = None,
         name: str = "vector",
     ) -> None:
@@ -96,7 +98,7 @@ class CodedMean:
         self.compressor: Compressor | None = compressor
         self.parts = [part for part in parts if part.numel]
         self.workers = list(range(comm.size)) if workers is None else list(workers)
-        self.residual, self.owner_residual = residual, owner_residual
+        self.residual, self.owner_residual, self._decay = residual, owner_residual, decay
         self._comm, self._answer_comm, self._name = comm, answer_comm or comm, name
         if any(a.owner > b.owner or a.stop != b.start for a, b in pairwise(self.parts)):
             raise ValueError(f"parts must follow one another, with ascending owners, not {self.parts}")
@@ -131,10 +133,15 @@ class CodedMean:
         """
         counted = self.workers if counted is None else [rank for rank in self.workers if rank in counted]
         if self._comm.rank in counted:
+            self._let_decay(self.residual)
             sent = self._up.encode(vector, self.residual, step)
         else:
             sent = torch.zeros(sum(self._sent_nbytes), dtype=torch.uint8, device=vector.device)
         return Transfer(step, sent, self._start(sent), self._comm.meter.step, counted)
+
+    def _let_decay(self, residual: Tensor | None) -> None:
+        if residual is not None and self._decay != 1:
+            residual.mul_(self._decay)
 
     def _start(self, sent: Tensor) -> Pending[list[Tensor]]:
         return self._comm.all_to_all_async(torch.split(sent, self._sent_nbytes), lengths=self._received_nbytes)
@@ -146,6 +153,7 @@ class CodedMean:
         if average is None:
             answer = self._down_owned.not_finite(transfer.sent.device)
         else:
+            self._let_decay(self.owner_residual)
             answer = self._down_owned.encode(average, self.owner_residual, transfer.step)
         # A NaN is raised by `receive`, on all ranks in the same step: here only owners know of it, and a rank that owns
         # nothing would wait for them elsewhere.
@@ -243,9 +251,10 @@ class GatheredMean(CodedMean):
         compressor: Compressor,
         *,
         residual: Tensor | None = None,
+        decay: float = 1.0,
         name: str = "vector",
     ) -> None:
-        super().__init__(comm, [Part(start, stop, comm.rank)], compressor, residual=residual, name=name)
+        super().__init__(comm, [Part(start, stop, comm.rank)], compressor, residual=residual, decay=decay, name=name)
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from laconic.comm import Comm
 from laconic.comm.coded_mean import CodedMean, GatheredMean, Part, PlainMean, block_of, split
 from laconic.comm.saved_mean import average_saved, seat
 from laconic.compress import Compressor, TopK, bits_per_entry
-from laconic.forms import Choice, Each, Form, Maybe, Real, Whole
+from laconic.forms import Choice, Each, Form, Maybe, Real, Whole, form_of
 from laconic.method import (
     DIFFERENCE,
     Method,
@@ -68,7 +68,7 @@ class DiLoCo(Method):
         decay: the share of the quantization errors that is kept from one period to the next.
 
     With `TopK` most of θ − x_i is late or decays, so the outer rate can be larger than 1. This is SparseLoCo without
-    waiting: `DiLoCo(8, 2.5, 0.0, fragments=8, delay=1, mixing="steps", compressor=TopK(1/64, bits=1), decay=0.95)`.
+    waiting: `DiLoCo(4, 2.5, 0.0, fragments=2, delay=2, mixing="steps", compressor=TopK(1/64, bits=1), decay=0.95)`.
 
     Bytes per period and worker: 2(n−1)/n · 4d, and as much for each averaged state vector. With a compressor, instead
     of the first, 2(n−1)/n quantized vectors (as n separate parts of each fragment), or n−1 with one hop. A single
@@ -112,9 +112,10 @@ class DiLoCo(Method):
     residual: Tensor | None = state(merge="mean")  # quantization error of this worker's messages (d)
     # Quantization error of the averages that this rank sends as an owner, fragment by fragment.
     owner_residual: Tensor | None = state(merge="method")
-    sent_x: Tensor | None = state(merge="method")  # x when it was sent, in fragments in flight; for mixing="steps" (d)
 
     _flights: list[Flight] = field(default_factory=list, init=False, repr=False, compare=False)
+    # θ − x when it was sent, of fragments in flight (d); for mixing="steps"
+    _differences: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count("period", self.period)
@@ -151,9 +152,9 @@ class DiLoCo(Method):
         self.theta = worker.x.to(torch.promote_types(worker.x.dtype, torch.float32), copy=True)
         self.momentum = torch.zeros_like(self.theta)
         self._flights = []
+        keeps_steps = self.mixing == "steps" and self.delay > 0
+        self._differences = torch.zeros_like(self.theta) if keeps_steps else None
         self._pieces = [slice(p.start, p.stop) for p in split(0, d, range(self.fragments))]
-        if self._keeps_steps:
-            self.sent_x = torch.zeros_like(self.theta)
         channel = comm.channel("background") if self.delay else comm
         if self.compressor is None:
             self._means: list[CodedMean | PlainMean] = [
@@ -185,13 +186,16 @@ class DiLoCo(Method):
     ) -> CodedMean:
         assert self.compressor is not None
         if self._hops == 1:
-            return GatheredMean(comm, piece.start, piece.stop, self.compressor, residual=residual, name=NAME)
+            return GatheredMean(
+                comm, piece.start, piece.stop, self.compressor, residual=residual, decay=self.decay, name=NAME
+            )
         return CodedMean(
             comm,
             self._parts(piece, comm.size),
             self.compressor,
             residual=residual,
             owner_residual=owner_residual,
+            decay=self.decay,
             name=NAME,
         )
 
@@ -200,10 +204,6 @@ class DiLoCo(Method):
         if self.compressor is None:
             return 1
         return self.hops or (1 if isinstance(self.compressor, TopK) else 2)
-
-    @property
-    def _keeps_steps(self) -> bool:
-        return self.mixing == "steps" and self.delay > 0
 
     def _due(self, step: int) -> int | None:
         """Returns the number of the fragment that is sent in this step, if any: number p, `delay` steps before
@@ -220,11 +220,8 @@ class DiLoCo(Method):
         if fragment is None:
             return
         piece, mean = self._pieces[fragment], self._means[fragment]
-        difference = self.theta[piece] - worker.x[piece]
-        if self.sent_x is not None:
-            self.sent_x[piece] = worker.x[piece]
-        if self.residual is not None and self.decay != 1:
-            self.residual[piece].mul_(self.decay)
+        kept = None if self._differences is None else self._differences[piece]
+        difference = torch.sub(self.theta[piece], worker.x[piece], out=kept)
         transfer = mean.send(difference, step=worker.step, counted=worker.counted)
         self._flights.append(Flight(piece, worker.step + self._first_wait, [mean], [transfer]))
         if self.delay == 0:
@@ -244,25 +241,24 @@ class DiLoCo(Method):
         for flight in flights:
             (mean,) = flight.means
             if flight.due <= step and flight.has_hops_left:
-                if isinstance(mean, CodedMean) and mean.owner_residual is not None and self.decay != 1:
-                    mean.owner_residual.mul_(self.decay)
                 flight.answer()
                 flight.due += self.delay - self._first_wait
             if flight.due > step:
                 self._flights.append(flight)
                 continue
+            self.rounds += 1
+            x, theta = worker.x[flight.piece], self.theta[flight.piece]
+            difference = None if self._differences is None else self._differences[flight.piece]
             average = mean.receive(flight.transfers[0])
             worker.comm.late.read(squared_norm(average), partial(self._note, worker))
-            self.rounds += 1
-            self._outer_step(self.theta[flight.piece], self.momentum[flight.piece], average)
-            sent_x = None if self.sent_x is None else self.sent_x[flight.piece]
-            self._mix(worker.x[flight.piece], self.theta[flight.piece], sent_x)
+            self._outer_step(theta, self.momentum[flight.piece], average)
+            self._mix(x, theta, difference, average)
 
     def _note(self, worker: Replica, squares: Sequence[float]) -> None:
         self.pseudo_gradient = math.sqrt(sum(square for (square,) in worker.gather_slices(squares)))
 
     def _outer_step(self, theta: Tensor, momentum: Tensor, gradient: Tensor) -> None:
-        """Makes one step of SGD with Nesterov momentum, in place; overwrites the gradient."""
+        """Makes one step of SGD with Nesterov momentum, in place; the gradient becomes the step's direction."""
         if self.outer_momentum:
             momentum.mul_(self.outer_momentum).add_(gradient)
             gradient.add_(momentum, alpha=self.outer_momentum)
@@ -274,9 +270,10 @@ class DiLoCo(Method):
             return 0.0
         return (0.5 if self.delay else 0.0) if self.mixing is None else float(self.mixing)
 
-    def _mix(self, x: Tensor, theta: Tensor, sent_x: Tensor | None) -> None:
-        if sent_x is not None:
-            x.sub_(sent_x).add_(theta)
+    def _mix(self, x: Tensor, theta: Tensor, difference: Tensor | None, direction: Tensor) -> None:
+        """Sets x after an outer step of θ in this direction; `difference` is θ − x when x was sent."""
+        if difference is not None:
+            x.sub_(direction, alpha=self.outer_lr).add_(difference)
         elif self._alpha:
             x.mul_(self._alpha).add_(theta, alpha=1 - self._alpha)
         else:
@@ -336,16 +333,17 @@ class DiLoCo(Method):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything, with what messages in flight will bring; waits for these."""
-        return super().state_dict() | {"flights": [flight.state_dict() for flight in self._flights]}
+        kept = {} if self._differences is None else {"differences": self._differences}
+        return super().state_dict() | kept | {"flights": [flight.state_dict() for flight in self._flights]}
 
     def state_forms(self, step: int) -> dict[str, Form]:
         code = None if self.compressor is None else str(self.compressor)
         flights = Each(Flight.form(self.theta.numel(), step, self.delay, self._hops, [(code,)]), most=self.fragments)
-        names = ("residual", "owner_residual", "sent_x")
-        without = {name: NOTHING for name in names if getattr(self, name) is None}
+        without = {name: NOTHING for name in ("residual", "owner_residual") if getattr(self, name) is None}
         if self.delay == 0:
             flights = Each(NOTHING, most=0)
-        return super().state_forms(step) | without | {"pseudo_gradient": Maybe(Real(0)), "flights": flights}
+        kept = {} if self._differences is None else {"differences": form_of(self._differences)}
+        return super().state_forms(step) | without | kept | {"pseudo_gradient": Maybe(Real(0)), "flights": flights}
 
     def check_state(self, saved: Any, step: int) -> None:
         super().check_state(saved, step)
@@ -369,6 +367,8 @@ class DiLoCo(Method):
             Flight.restore(flight, [self._means[starts.index(flight["piece"][0])]], self.theta.device)
             for flight in own.pop("flights")
         ]
+        if self._differences is not None:
+            self._differences.copy_(own.pop("differences"))
         super().load_state_dict(own)
 
     def merge(self, saved: list[dict[str, Any]], worker: Replica) -> tuple[Tensor, dict[str, Any]]:
@@ -395,11 +395,13 @@ class DiLoCo(Method):
             merged["pseudo_gradient"] = math.sqrt(squared_norm(average).item())
             self._outer_step(theta[piece], momentum[piece], average)
             for x, one in zip(xs, states, strict=True):
-                self._mix(x[piece], theta[piece], None if one["sent_x"] is None else one["sent_x"][piece])
+                difference = one["differences"][piece] if "differences" in one else None
+                self._mix(x[piece], theta[piece], difference, average)
         if owner_residual is not None and self.owner_residual is not None:
             owned = self._owned(worker.comm.rank, worker.comm.size)
             merged["owner_residual"] = torch.cat([owner_residual[part.start : part.stop] for part in owned])
-        return mean_of(xs), merged | {"theta": theta, "momentum": momentum, "flights": []}
+        kept = {} if self._differences is None else {"differences": torch.zeros_like(theta)}
+        return mean_of(xs), merged | kept | {"theta": theta, "momentum": momentum, "flights": []}
 
     def _average_saved(self, piece: slice, flights: list[dict[str, Any]], owner_residual: Tensor | None) -> Tensor:
         """Returns the average of a fragment that all ranks saved in flight; owners answer now if they had not."""
@@ -412,8 +414,6 @@ class DiLoCo(Method):
             mean.check_saved("method.flights", transfers[0], transfers[0]["step"], answered=False)
             return mean.receive(mean.restore(transfers[0]))
         parts, answered = self._parts(piece, len(flights)), bool(flights[0]["answered"])
-        if not answered:
-            owner_residual[piece].mul_(self.decay)
 
         def make(comm: Comm) -> CodedMean:
             own = parts[comm.rank]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.comm import Comm, connect
+from laconic.comm import Comm, Solo, connect
 from laconic.comm.coded_mean import CodedMean, GatheredMean, Part, split
 from laconic.compress import Compressor, Half, Identity, Log, Sign, TopK, Uniform
 
@@ -111,6 +111,22 @@ def test_one_hop_is_the_mean_of_the_dequantized_vectors() -> None:
             assert torch.equal(average, by_rank[0][0])
             torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-6)
             assert sent == nbytes == 2 * compressor.nbytes(D)
+
+
+def test_residuals_of_workers_and_owners_decay() -> None:
+    """A worker sends the two largest of four entries, the owner the largest one of their mean."""
+    residual, owner_residual = torch.zeros(4), torch.zeros(4)
+    residuals = {"residual": residual, "owner_residual": owner_residual}
+    mean = CodedMean(Solo(), [Part(0, 4, 0)], TopK(0.5), TopK(0.25), **residuals, decay=0.5)
+    vector = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    assert mean.average(vector, step=1).tolist() == [4, 0, 0, 0]
+    assert residual.tolist() == [0, 0, 2, 1]
+    assert owner_residual.tolist() == [0, 3, 0, 0]
+    assert mean.average(vector, step=2).tolist() == [0, 4.5, 0, 0]  # of 4, 3, 3, 1.5 the first two, and 3/2 more
+    assert residual.tolist() == [0, 0, 3, 1.5]
+    assert owner_residual.tolist() == [4, 0, 0, 0]
+    mean.send(vector, step=3, counted=[])
+    assert residual.tolist() == [0, 0, 3, 1.5], "of a rank that does not count they stay"
 
 
 def test_bytes_of_two_hops() -> None:
