@@ -216,6 +216,23 @@ def test_ranks_without_any_batch_and_gradients_of_the_user() -> None:
         assert torch.equal(v, ranks[0][1])
 
 
+def test_a_rank_without_any_batch_has_metrics() -> None:
+    def run() -> float:
+        model = build_model()
+        optimizer = adam(model)
+        with laconic.Worker(model, optimizer, laconic.Divisible(4, 3), timeout=60) as worker:
+            with worker.join():
+                for step in range(5 if worker.rank == 1 else 0):
+                    train_step(model, optimizer, worker.rank, step)
+            found = worker.method.metrics()["stretch"]
+            worker.metrics(over="ranks")
+        return found
+
+    without, trained, _ = laconic.spawn(run, 3)
+    assert without == 1
+    assert trained > 1
+
+
 def test_a_scheduler_catches_up_after_the_block() -> None:
     def run() -> tuple[list[float], Tensor]:
         model = build_model()

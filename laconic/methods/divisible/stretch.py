@@ -229,7 +229,7 @@ class Stretch:
         first = of_adam.index(True)
         start, stop = (sum(self._numels[:i]) for i in (first, of_adam.index(False, first)))
         entries = slice(start, min(start + SAMPLE, stop))
-        if not self._moments:
+        if not self._moments or not self.counts:
             return 1.0
         v = self._moments["exp_avg_sq"][entries].double()
         place = self._places[first]
