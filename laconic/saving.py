@@ -89,6 +89,8 @@ class SavingReplica(RunningReplica):
         ['bias', 'weight']
         """
         self._require_running("export()")
+        if self._shown == "agreed()":
+            raise RuntimeError("export() averages the local models, so it must not be called inside agreed()")
         with self.consensus(exact=True):
             checkpoint.export(self, Path(path))
 

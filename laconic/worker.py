@@ -136,11 +136,15 @@ class Worker(SavingReplica):
                 self.consensus_distance = mean.sqrt().item()
             yield self.model
         finally:
-            with torch.no_grad():
-                for mine, saved in zip([self.x, *self.model.buffers()], own, strict=True):
-                    mine.copy_(saved)
-            self._changes.end_step()
+            self._restore(own)
             self._shown = ""
+
+    @torch.no_grad()
+    def _restore(self, own: list[Tensor]) -> None:
+        """Ends `consensus()` or `agreed()`: x and buffers are this worker's again."""
+        for mine, saved in zip([self.x, *self.model.buffers()], own, strict=True):
+            mine.copy_(saved)
+        self._changes.end_step()
 
     @contextmanager
     def agreed(self) -> Iterator[nn.Module]:
@@ -177,7 +181,7 @@ class Worker(SavingReplica):
                 f"{type(self.method).__name__} holds no agreed model after step {self.step}: use consensus(), which "
                 f"averages the models of all workers"
             )
-        own = self.x.clone()
+        own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
         self._shown = "agreed()"
         try:
             with torch.no_grad():
@@ -186,9 +190,7 @@ class Worker(SavingReplica):
                     self._slice.gather(self.x)
             yield self.model
         finally:
-            with torch.no_grad():
-                self.x.copy_(own)
-            self._changes.end_step()
+            self._restore(own)
             self._shown = ""
 
     @torch.no_grad()
@@ -210,7 +212,7 @@ class Worker(SavingReplica):
         self._require_running("average_()")
         found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         with self.tracking.verb("average_"):
-            if not self._shown:
+            if self._shown != "consensus()":
                 self._pause()
             require_same_forms(self.comm, found)
             average_tensors(self._control, found, self._weight())
@@ -237,7 +239,7 @@ class Worker(SavingReplica):
             return self.tracking.read()
         self._require_running("metrics(over='ranks')")
         with self.tracking.verb("metrics"):
-            if not self._shown:
+            if self._shown != "consensus()":
                 self._pause()
             return self.tracking.read_over_ranks()
 

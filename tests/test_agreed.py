@@ -121,12 +121,22 @@ def test_what_needs_the_local_model_is_refused_inside(tmp_path: Path) -> None:
             refused(worker.close, rf"close\(\) must not be called inside {name}")
     with worker.agreed():
         refused(lambda: worker.consensus().__enter__(), r"consensus\(\) needs the local model, .* inside agreed\(\)")
-        refused(lambda: worker.export(tmp_path / "x"), r"consensus\(\) needs the local model, .* inside agreed\(\)")
+        refused(lambda: worker.export(tmp_path / "x"), r"export\(\) averages the local models, .* inside agreed\(\)")
     with worker.consensus():
         refused(lambda: worker.agreed().__enter__(), r"agreed\(\) must not be called inside consensus\(\), which has a")
     assert torch.equal(worker.x, local)
     worker.optimizer.step()
     worker.close()
+
+
+def test_statistics_of_the_model_are_back_afterwards() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    with laconic.Worker(model, adam(model), laconic.Divisible()) as worker:
+        before = [buffer.clone() for buffer in model.buffers()]
+        with worker.agreed() as agreed:
+            agreed(torch.randn(8, 3))  # in training mode
+            assert not all(map(torch.equal, before, model.buffers()))
+        assert all(map(torch.equal, before, model.buffers()))
 
 
 def test_an_error_inside_brings_the_local_model_back() -> None:

@@ -390,6 +390,25 @@ def test_average_counts_only_ranks_that_train() -> None:
     assert laconic.spawn(run, 3) == [pytest.approx(0.6)] * 3
 
 
+def test_average_inside_agreed_meets_a_dedicated_server() -> None:
+    def run() -> float:
+        model = build_model()
+        optimizer = adam(model)
+        method = laconic.EfficientAdam(server=1, dedicated=True)
+        with laconic.Worker(model, optimizer, method, timeout=30) as worker:
+            for step in range(2):
+                if worker.rank == 1:
+                    worker.serve()
+                else:
+                    train_step(model, optimizer, worker.rank, step)
+                with worker.agreed():
+                    metric = torch.tensor([0.5, 99.0, 0.7])[worker.rank]
+                    worker.average_(metric)
+        return metric.item()
+
+    assert laconic.spawn(run, 3) == [pytest.approx(0.6)] * 3
+
+
 def test_average_refuses_what_has_no_mean() -> None:
     def other_shape(worker: laconic.Worker) -> None:
         worker.average_(torch.zeros(2 + (worker.rank == 2)))
