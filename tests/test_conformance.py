@@ -26,7 +26,13 @@ from tests.helpers import OPTIMIZERS, agreed_x, batch, build_model, rank, train,
 WORKERS = 3
 SAVED_AFTER, STEPS = 5, 12
 LOOKED_AFTER = (4, 5, 9)
-HOLDS_AGREED = (laconic.AllReduce, laconic.QSGD, laconic.DiLoCo, laconic.Divisible)  # after every step
+HOLDS_AGREED = (
+    laconic.AllReduce,
+    laconic.QSGD,
+    laconic.EfficientAdam,
+    laconic.DiLoCo,
+    laconic.Divisible,
+)  # after every step
 
 
 @dataclass(frozen=True)

@@ -106,13 +106,17 @@ class MethodStrategy:
                 with worker.consensus():
                     return float(worker.meter.total.nbytes("control") - before)
 
+            def agreed() -> torch.Tensor | None:
+                found = worker.method.agreed(worker)
+                return None if found is worker.x else found  # all hold the same model: it is evaluated anyway
+
             yield Session(
                 model,
                 optimizer,
                 read,
                 worker,
                 average,
-                agreed=lambda: worker.method.agreed(worker),
+                agreed=agreed,
                 sends_differences=worker.method.reference() is not None,
             )
 

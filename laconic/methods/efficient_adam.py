@@ -259,6 +259,14 @@ class EfficientAdam(Method):
     def common(self, worker: Replica) -> Literal["step", "x"]:
         return "step" if self._ahead is not None else "x"
 
+    def agreed(self, worker: Replica) -> Tensor | None:
+        if self._ahead is None:
+            return super().agreed(worker)
+        agreed = torch.empty_like(worker.x)
+        for in_x, packed in places(self._segments, 0, agreed.numel()):
+            agreed[in_x] = self._ahead.base[packed]
+        return agreed
+
     def unsliceable(self) -> str | None:
         return "a dedicated server has no node of its own: set dedicated=False" if self.dedicated else None
 
