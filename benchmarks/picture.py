@@ -37,6 +37,8 @@ NAMES = {
     "demo": "DeMo",
     "diloco": "DiLoCo(32)",
     "diloco+period=8+fragments=4+delay=2+compressor=uniform:4": "DiLoCo, streaming, 4 bits",
+    "diloco+period=6+outer_lr=2.5+outer_momentum=0+fragments=2+delay=2+mixing=steps+decay=0.95"
+    "+compressor=topk:0.0234375:bits=1": "DiLoCo, sparse",
     "divisible": "Divisible",
     "efficient_adam": "EfficientAdam",
     "local_sgd": "LocalSGD(8)",
@@ -47,6 +49,7 @@ NAMES = {
     "powersgd": "PowerSGD",
     "qsgd": "QSGD, 8 bits",
     "sparseloco": "SparseLoCo",
+    "sparseloco+period=8+kept=128+outer_lr=2.5": "SparseLoCo, outer rate 2.5",
     "torchft_diloco": "torchft's DiLoCo",
 }
 """What a picture calls contenders, by the names of their runs: labels have room for 28 characters."""
