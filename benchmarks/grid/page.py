@@ -199,7 +199,7 @@ def draw_map(rows: list[Row]) -> str:
     left, top, width, height = 92.0, 56.0, 210.0, 52.0
     marks = [text(left + i * width + width / 2, 20, task, "bold", "middle") for i, task in enumerate(tasks)]
     marks += [
-        text(left + i * width + width / 2, 40, "winner; best other; how many times later", "small", "middle")
+        text(left + i * width + width / 2, 40, "winner, best other, times later", "small", "middle")
         for i in range(len(tasks))
     ]
     for row, (round_trip, rate) in enumerate(networks):

@@ -116,8 +116,8 @@ def test_one_hop_is_the_mean_of_the_dequantized_vectors() -> None:
 def test_residuals_of_workers_and_owners_decay() -> None:
     """A worker sends the two largest of four entries, the owner the largest one of their mean."""
     residual, owner_residual = torch.zeros(4), torch.zeros(4)
-    residuals = {"residual": residual, "owner_residual": owner_residual}
-    mean = CodedMean(Solo(), [Part(0, 4, 0)], TopK(0.5), TopK(0.25), **residuals, decay=0.5)
+    parts, codes = [Part(0, 4, 0)], (TopK(0.5), TopK(0.25))
+    mean = CodedMean(Solo(), parts, *codes, residual=residual, owner_residual=owner_residual, decay=0.5)
     vector = torch.tensor([4.0, 3.0, 2.0, 1.0])
     assert mean.average(vector, step=1).tolist() == [4, 0, 0, 0]
     assert residual.tolist() == [0, 0, 2, 1]
