@@ -222,7 +222,7 @@ def test_a_rank_without_any_batch_has_metrics() -> None:
         optimizer = adam(model)
         with laconic.Worker(model, optimizer, laconic.Divisible(4, 3), timeout=60) as worker:
             with worker.join():
-                for step in range(5 if worker.rank == 1 else 0):
+                for step in range(5 if worker.rank else 0):
                     train_step(model, optimizer, worker.rank, step)
             found = worker.method.metrics()["stretch"]
             worker.metrics(over="ranks")

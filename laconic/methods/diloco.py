@@ -137,8 +137,11 @@ class DiLoCo(Method):
         check_choice("hops", self.hops, (1, 2, None))
         check_number("decay", self.decay, least=0, most=1)
         for name, default in (("hops", None), ("decay", 1.0)):
-            if self.compressor is None and getattr(self, name) != default:
-                raise ValueError(f"{name} is for quantized messages, and compressor=None sends fp32: leave {name} out")
+            value = getattr(self, name)
+            if self.compressor is None and value != default:
+                raise ValueError(
+                    f"{name}={value} is for quantized messages, and compressor=None sends fp32: leave it out"
+                )
 
     def kernels(self, numel: int, workers: int) -> set[str]:
         if workers == 1 or self.compressor is None:
