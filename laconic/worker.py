@@ -125,7 +125,7 @@ class Worker(SavingReplica):
         check_flag("exact", exact)
         self._require_running("consensus()")
         with self.tracking.verb("consensus"):
-            own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
+            own = [tensor.clone() for tensor in self._own_tensors()]
             is_equal = self._meet("consensus()")
         self._shown = "consensus()"
         try:
@@ -139,10 +139,13 @@ class Worker(SavingReplica):
             self._restore(own)
             self._shown = ""
 
+    def _own_tensors(self) -> list[Tensor]:
+        return [self.x, *self.model.buffers()]
+
     @torch.no_grad()
     def _restore(self, own: list[Tensor]) -> None:
         """Ends `consensus()` or `agreed()`: x and buffers are this worker's again."""
-        for mine, saved in zip([self.x, *self.model.buffers()], own, strict=True):
+        for mine, saved in zip(self._own_tensors(), own, strict=True):
             mine.copy_(saved)
         self._changes.end_step()
 
@@ -181,7 +184,7 @@ class Worker(SavingReplica):
                 f"{type(self.method).__name__} holds no agreed model after step {self.step}: use consensus(), which "
                 f"averages the models of all workers"
             )
-        own = [self.x.clone()] + [buffer.clone() for buffer in self.model.buffers()]
+        own = [tensor.clone() for tensor in self._own_tensors()]
         self._shown = "agreed()"
         try:
             with torch.no_grad():

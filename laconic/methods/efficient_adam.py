@@ -188,6 +188,11 @@ class EfficientAdam(Method):
         for in_x, packed in places(self._segments, 0, x.numel()):
             out[packed] = x[in_x]
 
+    def _unpack(self, packed_x: Tensor, out: Tensor) -> None:
+        """Inverts `_pack`."""
+        for in_x, packed in places(self._segments, 0, out.numel()):
+            out[in_x] = packed_x[packed]
+
     def before_step(self, worker: Replica) -> None:
         if worker.comm.size == 1:
             return
@@ -235,8 +240,7 @@ class EfficientAdam(Method):
     def _show(self, worker: Replica, ahead: StepsAhead) -> None:
         """Sets x and x_start to what `ahead` has. Changes of x from now on are a part of the next local step."""
         ahead.write_x(self._x_start)
-        for in_x, packed in places(self._segments, 0, worker.x.numel()):
-            worker.x[in_x] = self._x_start[packed]
+        self._unpack(self._x_start, worker.x)
         if worker.x.dtype != self._x_start.dtype:  # x was rounded to 16 bits
             self._pack(worker.x, self._x_start)
 
@@ -263,8 +267,7 @@ class EfficientAdam(Method):
         if self._ahead is None:
             return super().agreed(worker)
         agreed = torch.empty_like(worker.x)
-        for in_x, packed in places(self._segments, 0, agreed.numel()):
-            agreed[in_x] = self._ahead.base[packed]
+        self._unpack(self._ahead.base, agreed)
         return agreed
 
     def unsliceable(self) -> str | None:
